@@ -1,0 +1,146 @@
+"""Runs one case of one candidate on real ranks and says what came of it."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from harness import describe
+from harness.endings import findings_of, rejection_of
+from harness.find import Spec, spec_of
+from harness.preload import modules
+from harness.properties.base import Description, Property, World
+from harness.verdict import Finding, Verdict
+from harness.world import Outcome, Pools
+from reference.codec import encode
+
+
+class CandidateUnusable(Exception):
+    """The candidate cannot even be described; the findings say why."""
+
+    def __init__(self, spec: Spec, findings: Sequence[Finding]) -> None:
+        super().__init__(f"{spec.text}: {findings[0].message}")
+        self.spec = spec
+        self.findings = tuple(findings)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A verdict, and the cases that had run in the same processes before."""
+
+    verdict: Verdict
+    history: tuple[str, ...] = ()
+
+
+class Bench:
+    """One candidate and the ranks that it runs on, a context manager.
+
+    Ranks live from case to case, one pool a world size, and are replaced after every failure.
+
+    Raises CandidateUnusable where the candidate's class cannot be imported or declares nonsense.
+    """
+
+    def __init__(self, spec: Spec | str, *, deadline: float = 30.0, quiet: float = 2.0) -> None:
+        self.spec = spec_of(spec) if isinstance(spec, str) else spec
+        self.deadline = deadline
+        self._pools = Pools(deadline=deadline, quiet=quiet, preload=modules([self.spec]))
+        try:
+            self.description = self._describe()
+        except BaseException:
+            self._pools.close()
+            raise
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pools.close()
+
+    def check(self, subject: Property, case: Any) -> Trial:
+        """Runs the case; a failure in used processes is repeated in fresh ones.
+
+        If it then holds, its finding is kept as ``flaky`` together with the cases that ran before it.
+        """
+        first = self._trial(subject, case)
+        if not first.verdict.findings or not first.history:
+            return first
+        self._pools.restart_all()
+        second = self._trial(subject, case)
+        if second.verdict.findings:
+            return second
+        return Trial(Verdict(tuple(_flaky(first))), first.history)
+
+    def _describe(self) -> Description:
+        outcome = self._pools.get(1).run(describe.on_rank, self.spec, label="describe")
+        if outcome.kind != "ok":
+            raise CandidateUnusable(self.spec, findings_of(outcome, None))
+        (description,) = outcome.values()
+        assert isinstance(description, Description)
+        return description
+
+    def _trial(self, subject: Property, case: Any) -> Trial:
+        runs = tuple(subject.runs(case, self.description))
+        worlds: list[World] = []
+        expected, history = None, ()
+        for number, run in enumerate(runs):
+            pool = self._pools.get(subject.world(run))
+            pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)))
+            if number == 0:
+                # The parent works while the ranks do.
+                try:
+                    expected = subject.expected(case)
+                except Exception as error:
+                    pending.result()
+                    return Trial(Verdict((_own_fault("the reference raised", error),)))
+            outcome: Outcome = pending.result()
+            history = outcome.history if number == 0 else history
+            if outcome.kind != "ok":
+                return _failed(outcome, getattr(run, "mesh", None))
+            worlds.append(outcome.values())
+        try:
+            findings = subject.judge(case, self.description, expected, worlds)
+        except Exception as error:
+            return Trial(Verdict((_own_fault("judging raised", error),)), history)
+        return Trial(Verdict(tuple(findings + _side_effects(case, worlds))), history)
+
+
+def _failed(outcome: Outcome, mesh: Any) -> Trial:
+    rejection = rejection_of(outcome)
+    if rejection is not None:
+        return Trial(Verdict(rejected=rejection), outcome.history)
+    return Trial(Verdict(tuple(findings_of(outcome, mesh))), outcome.history)
+
+
+def _flaky(trial: Trial) -> list[Finding]:
+    found = trial.verdict.findings[0]
+    before = "\n".join(f"  {line}" for line in trial.history[-20:])
+    details = f"{found.details}\nCases that ran before it in these processes, last one last:\n{before}".strip()
+    message = f"failed once and held in fresh processes: {found.message}"
+    return [
+        Finding(
+            "flaky", message, found.rank, found.place, found.tensor, found.index, found.local_index,
+            found.got, found.want, details,
+        )
+    ]  # fmt: skip
+
+
+def _side_effects(case: Any, worlds: Sequence[World]) -> list[Finding]:
+    findings: dict[str, Finding] = {}
+    for rank, observation in enumerate(worlds[0]):
+        for what in observation.side_effects:
+            findings.setdefault(what, Finding("side-effect", f"the candidate {what}", rank, case.mesh.describe(rank)))
+    return list(findings.values())
+
+
+def _own_fault(what: str, error: Exception) -> Finding:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return Finding("harness", f"{what} {type(error).__name__}: {error}", details=text)

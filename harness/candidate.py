@@ -1,0 +1,150 @@
+"""The plug-in interface: how an implementation under test presents itself.
+
+A candidate *builds*; the harness drives forward and backward, so that every candidate is treated alike. A method that
+a candidate does not define is a part that it does not offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from reference.layout import Layout, Rule, placements
+from reference.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+    from reference.linear import LinearCase
+
+
+class NotOffered(Exception):
+    """Raised by a candidate, on every rank, for a case that it does not claim to support. The case is counted as
+    rejected, never as passed."""
+
+
+class Sharded:
+    """A built module, and how its parameters are cut.
+
+    ``layouts`` name each parameter with the layout of its values: ``Sharded(layer, weight=Split(0, "tp"))``. Names
+    are those of the subject (``weight``, ``bias``).
+
+    forward: called instead of ``module`` with the inputs, where the module wants or returns something else than the
+        subject's tensors.
+    parameters: the tensor behind a name, where it is not the module's attribute of that name.
+    grads: the layout of a parameter's gradient where it is not that of the parameter: ``{"bias": Partial("tp")}`` for a
+        gradient that the trainer sums over tp later.
+    inputs, outputs: layouts of the tensors that go in and come out, where they are not what the subject expects.
+    read_grad: reads the gradient of a parameter (default: ``main_grad`` where the case asks for it, else ``grad``).
+    finish: called once after the last backward, for what a trainer does then before it uses the gradients.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        *,
+        forward: Callable[..., Any] | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        grads: Mapping[str, Layout] | None = None,
+        inputs: Mapping[str, Layout] | None = None,
+        outputs: Mapping[str, Layout] | None = None,
+        read_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        finish: Callable[[], None] | None = None,
+        **layouts: Layout,
+    ) -> None:
+        for layout in (
+            *layouts.values(),
+            *(grads or {}).values(),
+            *(inputs or {}).values(),
+            *(outputs or {}).values(),
+        ):
+            placements(layout)  # refuses what is not a layout
+        self.module = module
+        self.forward = forward or module
+        self.layouts = dict(layouts)
+        self.grads = {**self.layouts, **(grads or {})}
+        self.inputs = dict(inputs or {})
+        self.outputs = dict(outputs or {})
+        self.read_grad = read_grad
+        self.finish = finish
+        self._parameters = dict(parameters or {})
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The tensor behind a name. Raises AttributeError naming what the module has."""
+        found = self._parameters.get(name, getattr(self.module, name, None))
+        if found is None:
+            known = [n for n, _ in getattr(self.module, "named_parameters", list)()]
+            raise AttributeError(
+                f"the built module has no parameter {name!r} (it has: {', '.join(known) or 'none'}); "
+                f"pass it with Sharded(..., parameters={{{name!r}: tensor}})"
+            )
+        tensor: torch.Tensor = found
+        return tensor
+
+
+class Candidate:
+    """An implementation under test. Subclass it and define what you offer.
+
+    One instance serves one mesh. ``builtin+F04`` makes an instance with ``variant="F04"``; a class that has no variants
+    need not define ``__init__``.
+
+    name: for the report; by default the class' name.
+    requires: the distributions that it needs, for the report and for ``shardproof doctor``.
+    dtypes: the formats to draw, of fp32, fp64, bf16, fp16.
+    axes: mesh axes that `open` can deal with; others stay at 1.
+    supports: optional features, by name; a case that needs another feature is not drawn.
+    uneven: how a dimension is cut that the group size does not divide, ``balanced`` or ``chunk``; relevant where
+        ``supports`` has "uneven".
+    token_dims: how many token dimensions come before the features.
+    initialization: ``full`` (concatenated shards equal the one-process initialisation for the same seed),
+        ``per_rank`` (shards differ), or None (left to the caller, not checked).
+    meshes_at_once: how many meshes may be open in one process, each with an instance of its own.
+    """
+
+    name: ClassVar[str] = ""
+    requires: ClassVar[Sequence[str]] = ()
+    dtypes: Sequence[str] = ("fp32", "fp64", "bf16", "fp16")
+    axes: Sequence[str] = AXES
+    supports: Iterable[str] = ()
+    uneven: Rule = "balanced"
+    token_dims: Sequence[int] = (1, 2, 3)
+    initialization: Literal["full", "per_rank"] | None = None
+    meshes_at_once: int = 4
+
+    def __init__(self, variant: str | None = None) -> None:
+        if variant is not None:
+            raise NotOffered(f"{type(self).__name__} has no variants, but was asked for +{variant}: leave it out")
+
+    def open(self, mesh: Mesh) -> None:
+        """Called on every rank, once per mesh, with the default process group initialised: make the groups."""
+
+    def activate(self) -> None:
+        """Called on every rank before a case: make this instance's mesh the current one, if it is a global."""
+
+    def close(self) -> None:
+        """Called on every rank when the harness is done with a mesh. Groups left from `open` are destroyed after."""
+
+    # What a candidate may offer, declared for the signatures: `offers` asks whether the class overrides them.
+
+    def column_linear(self, case: LinearCase) -> Sharded:
+        """Subject linear: a layer whose weight [out, in] is cut along its output features."""
+        raise NotImplementedError
+
+    def row_linear(self, case: LinearCase) -> Sharded:
+        """Subject linear: a layer whose weight [out, in] is cut along its input features."""
+        raise NotImplementedError
+
+    def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:
+        """Subject mesh: this rank's process group along one axis or combined axes of the mesh that was opened last;
+        None where the candidate has no such group."""
+        raise NotImplementedError
+
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> ArrayLike | None:
+        """Subject mesh: all groups along the axes, [groups, group size], by arithmetic alone, for a mesh of up to 10^6
+        ranks; None where the candidate does not compute it."""
+        raise NotImplementedError
+
+    def offers(self, method: str) -> bool:
+        """Whether the class defines the method."""
+        return getattr(type(self), method, None) is not getattr(Candidate, method, None)

@@ -1,0 +1,195 @@
+"""Draws cases with Hypothesis, has them judged, and shrinks what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis.internal.conjecture import providers
+
+from harness.bench import Bench, Trial
+from harness.case_file import Reproducer
+from harness.events import Failure, Row
+from harness.properties.base import Property
+from harness.verdict import Kind
+from reference.codec import encode
+from strategies.scope import Scope
+
+#: Failures that are kept of one row when they are flaky: each is its own finding, none is shrunk.
+_MOST_FLAKY = 5
+
+
+class _OutOfTime(BaseException):
+    """Ends a search without a failure; no exception that Hypothesis handles."""
+
+
+class Fault(AssertionError):
+    """A case that does not hold. One subclass a kind, so that Hypothesis shrinks each kind for itself."""
+
+    def __init__(self, case: Any, trial: Trial) -> None:
+        super().__init__(trial.verdict.findings[0].message)
+        self.case = case
+        self.trial = trial
+
+
+_FAULTS: dict[str, type[Fault]] = {}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a search goes. time_budget: seconds for one row, None for no limit. shrink_seconds: how long a failure
+    may be shrunk."""
+
+    examples: int = 100
+    seed: int = 0
+    time_budget: float | None = None
+    shrink_seconds: float = 60.0
+
+
+@dataclass
+class _Tally:
+    """What a search has seen so far."""
+
+    examples: int = 0
+    rejected: int = 0
+    why_rejected: str | None = None
+    meshes: set[Any] = field(default_factory=set)
+    known: dict[str, Trial] = field(default_factory=dict)
+    flaky: list[tuple[Any, Trial]] = field(default_factory=list)
+    failed_at: float | None = None
+
+
+def search(
+    bench: Bench,
+    subject: Property,
+    scope: Scope,
+    limits: Limits,
+    tell: Callable[[bool], None] = lambda failing: None,
+) -> Row:
+    """Runs a subject on one candidate. The same seed draws the same cases in the same order.
+
+    ``tell`` is called after every case that ran, with whether it failed.
+    """
+    started, tally = time.monotonic(), _Tally()
+    faults, stopped = [], None
+
+    def judge(case: Any) -> None:
+        key = json.dumps(encode(case))
+        trial = tally.known.get(key)
+        if trial is None:
+            now = time.monotonic()
+            if tally.failed_at is not None and now - tally.failed_at > limits.shrink_seconds:
+                return  # shrinking has had its time: what is known stays the answer
+            if tally.failed_at is None and limits.time_budget is not None and now - started > limits.time_budget:
+                raise _OutOfTime
+            trial = bench.check(subject, case)
+            _count(tally, case, trial, key)
+            tell(bool(trial.verdict.findings))
+        if trial.verdict.rejected is not None:
+            hypothesis.reject()
+        kind = trial.verdict.kind
+        if kind is not None and kind != "flaky":
+            raise _fault_class(kind)(case, trial)
+
+    test = hypothesis.seed(limits.seed)(_settings(limits)(hypothesis.given(subject.cases(scope))(judge)))
+    try:
+        with reproducible_draws():
+            test()
+    except _OutOfTime:
+        stopped = f"the time budget of {limits.time_budget:g} s is used up"
+    except Fault as fault:
+        faults = [fault]
+    except BaseExceptionGroup as group:
+        faults = [e for e in group.exceptions if isinstance(e, Fault)]
+        if len(faults) != len(group.exceptions):
+            raise
+    except hypothesis.errors.Unsatisfiable:
+        stopped = tally.why_rejected or "no case could be drawn"
+    return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def reproducible_draws() -> Iterator[None]:
+    """Hypothesis mixes constants from the sources of "local" modules into what it draws, so that the same seed would
+    draw other cases from a checkout than from an installed package. Without them the seed alone decides."""
+    if not hasattr(providers, "_get_local_constants"):
+        yield
+        return
+    nothing = providers.Constants()
+    with mock.patch.object(providers, "_get_local_constants", return_value=nothing):
+        providers.CONSTANTS_CACHE.cache.clear()
+        yield
+
+
+def _settings(limits: Limits) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=limits.examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+        print_blob=False,
+        report_multiple_bugs=True,
+        backend="hypothesis",
+    )
+
+
+def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
+    verdict = trial.verdict
+    if verdict.rejected is not None:
+        tally.rejected += 1
+        tally.why_rejected = verdict.rejected
+        return
+    tally.examples += 1
+    tally.meshes.add(case.mesh)
+    if verdict.findings:
+        tally.known[key] = trial
+        if verdict.kind == "flaky":
+            if len(tally.flaky) < _MOST_FLAKY:
+                tally.flaky.append((case, trial))
+        elif tally.failed_at is None:
+            tally.failed_at = time.monotonic()
+
+
+def _fault_class(kind: Kind) -> type[Fault]:
+    if kind not in _FAULTS:
+        _FAULTS[kind] = type(f"Fault_{kind}", (Fault,), {})
+    return _FAULTS[kind]
+
+
+def _why_fewer(tally: _Tally, limits: Limits) -> str | None:
+    if tally.failed_at is None and tally.examples < limits.examples:
+        if tally.rejected:
+            return f"the candidate refused {tally.rejected} cases, for example: {tally.why_rejected}"
+        return "there are no more different cases within the limits"
+    return None
+
+
+def _row(
+    bench: Bench, subject: Property, tally: _Tally, faults: list[Fault], stopped: str | None, seconds: float
+) -> Row:
+    failing = [(fault.case, fault.trial) for fault in faults] + tally.flaky
+    failures = tuple(
+        Failure(Reproducer(bench.spec.text, subject.subject, case), trial.verdict, trial.history)
+        for case, trial in failing
+    )
+    return Row(
+        candidate=bench.spec.text,
+        subject=subject.subject,
+        result="fault" if failures else "held" if tally.examples else "nothing ran",
+        examples=tally.examples,
+        meshes=len(tally.meshes),
+        rejected=tally.rejected,
+        seconds=seconds,
+        failures=failures,
+        stopped=stopped,
+    )

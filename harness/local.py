@@ -1,0 +1,79 @@
+"""A rank's own tensors: reading them as data, checking their form, and watching that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness.observation import LocalTensor
+
+
+class WrongResult(Exception):
+    """What the candidate handed back is not what was asked for: shape, dtype, device, number or kind."""
+
+
+def as_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> LocalTensor:
+    """The tensor as data: float64 values, independent of the tensor's memory."""
+    own = as_local(tensor.detach())
+    values = own.to(device="cpu", dtype=torch.float64, copy=True).numpy()
+    return LocalTensor(values, str(own.dtype).removeprefix("torch."), str(own.device))
+
+
+def permuted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the dimensions laid out in reverse order: not contiguous where two are above 1."""
+    order = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
+
+
+def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises WrongResult unless the tensor has this shape and dtype and lies on the CPU."""
+    if tuple(tensor.shape) != shape:
+        raise WrongResult(f"{what} has local shape {tuple(tensor.shape)}; expected {shape}")
+    if tensor.dtype != dtype:
+        raise WrongResult(f"{what} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device.type != "cpu":
+        raise WrongResult(f"{what} is on device {tensor.device}; expected cpu")
+
+
+class Purity:
+    """Watches what a candidate must leave alone: its inputs, the random state, the default dtype, the grad mode."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._random = torch.get_rng_state()
+        self._dtype = torch.get_default_dtype()
+        self._problems: list[str] = []
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        self._watched.append((name, tensor, tensor.detach().clone()))
+
+    def check(self) -> None:
+        """Compares everything watched with its copy, bit for bit, and lets go of it."""
+        for name, tensor, copy in self._watched:
+            if not _same_bits(tensor.detach(), copy):
+                self._problems.append(f"changed {name} in place")
+        self._watched.clear()
+
+    def report(self) -> Iterator[str]:
+        """One sentence for each thing that was changed."""
+        yield from self._problems
+        if not torch.equal(self._random, torch.get_rng_state()):
+            yield "drew from the default random generator and did not restore it"
+        if torch.get_default_dtype() != self._dtype:
+            yield f"left the default dtype at {torch.get_default_dtype()}"
+        if not torch.is_grad_enabled():
+            yield "left gradients switched off"
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))

@@ -1,0 +1,39 @@
+"""What one rank saw: plain data that travels back to the parent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference.layout import Layout
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """One rank's tensor. ``values`` is float64, which holds every format under test exactly; ``problem`` says why
+    there are no values, where what came back was no tensor."""
+
+    values: NDArray[np.float64] | None
+    dtype: str
+    device: str = "cpu"
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one rank saw of a case.
+
+    tensors: outputs and gradients by name, None where there is none.
+    layouts: how the rank's candidate says that each is cut, where it departs from the subject's own.
+    side_effects: what the candidate changed that it must not, one sentence each.
+    facts: anything else a subject looks at, plain data.
+    """
+
+    tensors: Mapping[str, LocalTensor | None] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    side_effects: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""When do two results agree?"""

@@ -1,0 +1,22 @@
+"""The subjects, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.properties.base import Property
+from harness.properties.linear import LINEAR
+from harness.properties.mesh import MESH
+
+PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, LINEAR)}
+
+
+class UnknownSubject(ValueError):
+    """No such subject; the message names the known ones."""
+
+
+def property_of(subject: str) -> Property:
+    """The property of a subject. Raises UnknownSubject."""
+    if subject not in PROPERTIES:
+        raise UnknownSubject(f"unknown subject {subject!r}: expected one of {', '.join(PROPERTIES)}")
+    return PROPERTIES[subject]

@@ -1,0 +1,78 @@
+"""What a subject is to the harness: how cases are drawn, run on ranks, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hypothesis.strategies import SearchStrategy
+
+from harness.observation import Observation
+from harness.verdict import Finding
+from reference.layout import Rule
+from strategies.scope import Scope
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a candidate declares, as plain data: a rank loads the class, the parent sees only this."""
+
+    spec: str
+    name: str
+    requires: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    methods: frozenset[str] = frozenset()
+    dtypes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    supports: frozenset[str] = frozenset()
+    uneven: Rule = "balanced"
+    token_dims: tuple[int, ...] = (1, 2, 3)
+    initialization: Literal["full", "per_rank"] | None = None
+
+    def scope(self, max_world: int, dtypes: Sequence[str] | None) -> Scope:
+        """What may be drawn for this candidate within the user's limits."""
+        wanted = self.dtypes if dtypes is None else tuple(d for d in self.dtypes if d in dtypes)
+        return Scope(
+            max_world=max_world,
+            dtypes=wanted,
+            axes=self.axes,
+            parts=self.methods,
+            features=self.supports,
+            uneven=self.uneven,
+            token_dims=self.token_dims,
+            checks_initialization=self.initialization is not None,
+        )
+
+
+#: The observations of one run: one a rank.
+World = Sequence[Observation]
+
+
+@dataclass(frozen=True)
+class Property:
+    """A subject: cases as data, and the functions that draw, run and judge them.
+
+    case_type: the dataclass. methods: the candidate's methods; one of them is enough to offer the subject. features:
+    the optional features by name, with a line each. cases: the strategy. world: how many ranks a case needs.
+    on_rank: ``module:function`` run on every rank as ``function(context, spec, case)``, returning an Observation.
+    runs: the cases to run for one case, each in a world of its own (default: itself).
+    expected: what one process computes, made in the parent while the ranks run.
+    judge: ``judge(case, description, expected, worlds)`` gives the findings, gravest first.
+    uses_dtype: whether ``--dtype`` restricts it.
+    """
+
+    subject: str
+    case_type: type
+    methods: tuple[str, ...]
+    features: Mapping[str, str]
+    cases: Callable[[Scope], SearchStrategy[Any]]
+    world: Callable[[Any], int]
+    on_rank: str
+    expected: Callable[[Any], Any]
+    judge: Callable[[Any, Description, Any, Sequence[World]], list[Finding]]
+    runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
+    uses_dtype: bool = True
+
+    def offered(self, description: Description) -> bool:
+        return any(method in description.methods for method in self.methods)

@@ -1,0 +1,203 @@
+"""Linear: outputs and gradients of column and row layers equal one process, bit by bit on lattice data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+import strategies.linear
+from harness.candidate import NotOffered
+from harness.drive import Exercise, Given, MicroBatch, Outputs, Result, drive
+from harness.find import Spec
+from harness.observation import Observation
+from harness.oracle.compare import compare_exact, different, replicas_disagree, same_bits
+from harness.properties.base import Description, Property, World
+from harness.session import Session
+from harness.verdict import Finding
+from harness.world import RankContext
+from reference.layout import Each, Layout, Partial, Split, Whole, placements, window
+from reference.linear import LinearCase, expected, tensors
+from reference.mesh import Mesh
+
+#: Bits of random data below which two shards may be alike by chance.
+_ENOUGH_BITS = 64
+
+
+def layouts(case: LinearCase, uneven: str = "balanced") -> dict[str, Layout]:
+    """How each tensor that goes in or comes out is cut, by its base name."""
+    each = Each(case.replica_axes)
+    features = Split(-1, case.axis, rule="chunk" if uneven == "chunk" else "balanced")
+    sequence = Split(0, case.axis, rule=features.rule)
+    column = case.kind == "column"
+    if case.sequence_parallel:
+        inside, outside = sequence, features
+        entering, leaving = (inside, outside) if column else (outside, inside)
+        return {
+            "input": (each, entering),
+            "output": (each, leaving),
+            "output_bias": _bias(case, each, features),
+        }
+    whole = Whole()
+    entering_plain: Layout = whole if column or not case.input_is_parallel else features
+    leaving_plain: Layout = features if column and not case.gather_output else whole
+    return {
+        "input": (each, *placements(entering_plain)),
+        "output": (each, *placements(leaving_plain)),
+        "output_bias": _bias(case, each, features),
+    }
+
+
+def _bias(case: LinearCase, each: Each, features: Split) -> Layout:
+    return (each, features) if case.kind == "column" and not case.gather_output else (each,)
+
+
+def on_rank(context: RankContext, spec: Spec, case: LinearCase) -> Observation:
+    """Builds the layer and drives it on this rank."""
+    candidate = Session.of(context, spec).on(case.mesh)
+    if not candidate.offers(f"{case.kind}_linear"):
+        raise NotOffered(f"{spec.text} has no {case.kind}_linear")
+    build = candidate.column_linear if case.kind == "column" else candidate.row_linear
+    return drive(_exercise(case, candidate.uneven, context.rank), lambda: build(case))
+
+
+def _exercise(case: LinearCase, uneven: str, rank: int) -> Exercise:
+    given, cuts = tensors(case), layouts(case, uneven)
+    parameters = {"weight": Given(given["weight"], Whole(), case.weight_requires_grad)}
+    if case.bias:
+        parameters["bias"] = Given(given["bias"], Whole(), case.bias_requires_grad)
+    micro_batches = []
+    for m, dims in enumerate(case.leading):
+        outputs = {f"output[{m}]": Result((case.replicas, *dims, case.out_features), cuts["output"])}
+        if case.bias and case.skip_bias_add:
+            outputs[f"output_bias[{m}]"] = Result((case.replicas, case.out_features), cuts["output_bias"])
+        inputs = {f"input[{m}]": Given(given[f"input[{m}]"], cuts["input"], case.input_requires_grad)}
+        micro_batches.append(MicroBatch(inputs, outputs, Given(given[f"output[{m}].grad"], cuts["output"])))
+    return Exercise(
+        mesh=case.mesh,
+        rank=rank,
+        dtype=case.format.torch_dtype,
+        parameters=parameters,
+        micro_batches=micro_batches,
+        consume=_add_bias if case.bias and case.skip_bias_add else _only,
+        transposed=case.transposed,
+        main_grad=case.main_grad,
+        only_initial=case.mesh.size == 1 and case.init,
+    )
+
+
+def _only(outputs: Outputs) -> torch.Tensor:
+    return outputs[0]
+
+
+def _add_bias(outputs: Outputs) -> torch.Tensor:
+    """What the caller of a layer with skip_bias_add does later, in a fused operation."""
+    return outputs[0] + outputs[1]
+
+
+def runs(case: LinearCase, description: Description) -> Sequence[LinearCase]:
+    """With ``init`` and a full initialisation, also the same layer on one rank."""
+    if not case.init or description.initialization != "full":
+        return (case,)
+    return case, replace(case, mesh=Mesh(tuple((name, 1) for name in case.mesh.names)))
+
+
+def judge(
+    case: LinearCase,
+    description: Description,
+    want: dict[str, torch.Tensor | None],
+    worlds: Sequence[World],
+) -> list[Finding]:
+    """Every output and gradient against one process, then replicas against each other, then the initialisation."""
+    observed = worlds[0]
+    cuts, findings = layouts(case, description.uneven), []
+    for name, value in want.items():
+        layout = _layout(name, case, cuts, observed[0])
+        array = None if value is None else value.numpy()
+        finding = compare_exact(name, array, layout, _dtype(name, case), case.mesh, observed)
+        if finding is None and array is not None:
+            finding = replicas_disagree(name, layout, case.mesh, observed, array.shape)
+        if finding is not None:
+            findings.append(finding)
+    return findings + (_initial(case, description, worlds) if case.init else [])
+
+
+def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: Observation) -> Layout:
+    """The layout of a result: what the candidate says, else the subject's own."""
+    each = Each(case.replica_axes)
+    if name in observation.layouts:
+        said = placements(observation.layouts[name])
+        return said if any(isinstance(p, Each) for p in said) else (each, *said)
+    return cuts[name.removesuffix(".grad").partition("[")[0]]
+
+
+def _dtype(name: str, case: LinearCase) -> str:
+    main = case.main_grad and name in ("weight.grad", "bias.grad") and case.dtype != "fp64"
+    return "float32" if main else str(case.format.torch_dtype).removeprefix("torch.")
+
+
+def _initial(case: LinearCase, description: Description, worlds: Sequence[World]) -> list[Finding]:
+    """The initial parameters: replicas equal; shards those of the one-process tensor, or at least not alike."""
+    findings = []
+    shapes = {"weight": (case.out_features, case.in_features), "bias": (case.out_features,)}
+    for name in ("weight", "bias") if case.bias else ("weight",):
+        tensor = f"{name}.initial"
+        layout = worlds[0][0].layouts.get(tensor)
+        if layout is None or any(isinstance(p, Partial) for p in placements(layout)):
+            continue
+        if len(worlds) > 1:
+            alone = worlds[1][0].tensors[tensor]
+            whole = None if alone is None else alone.values
+            finding = compare_exact(tensor, whole, layout, _dtype(tensor, case), case.mesh, worlds[0])
+        else:
+            finding = replicas_disagree(tensor, layout, case.mesh, worlds[0], shapes[name]) or _alike(
+                case, tensor, layout, shapes[name], worlds[0]
+            )
+        if finding is not None:
+            findings.append(finding)
+    return findings
+
+
+def _alike(case: LinearCase, tensor: str, layout: Layout, shape: tuple[int, ...], observed: World) -> Finding | None:
+    """Two shards at different places with the same random values, or None."""
+    seen: list[tuple[int, object, np.ndarray]] = []
+    for rank, observation in enumerate(observed):
+        local = observation.tensors.get(tensor)
+        if local is None or local.values is None:
+            continue
+        values, place = local.values, window(shape, layout, case.mesh, rank)
+        constant = values.size == 0 or not different(values, np.full_like(values, values.flat[0])).any()
+        if constant or values.size * case.format.precision < _ENOUGH_BITS:
+            continue
+        for other, other_place, other_values in seen:
+            if place != other_place and same_bits(values, other_values):
+                return Finding(
+                    "mismatch",
+                    f"{tensor}: the shards of {case.mesh.describe(other)} and {case.mesh.describe(rank)} are "
+                    "identical, as if every shard were initialised from the same seed",
+                    rank,
+                    case.mesh.describe(rank),
+                    tensor,
+                )
+        seen.append((rank, place, values))
+    return None
+
+
+def _expected(case: LinearCase) -> dict[str, torch.Tensor | None]:
+    return expected(case, tensors(case))
+
+
+LINEAR = Property(
+    subject="linear",
+    case_type=LinearCase,
+    methods=("column_linear", "row_linear"),
+    features=strategies.linear.FEATURES,
+    cases=strategies.linear.cases,
+    world=lambda case: case.mesh.size,
+    on_rank="harness.properties.linear:on_rank",
+    expected=_expected,
+    judge=judge,
+    runs=runs,
+)

@@ -1,0 +1,1 @@
+"""Reports: consumers of the engine's events."""

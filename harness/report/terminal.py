@@ -1,0 +1,152 @@
+"""The run on a terminal: a progress bar, a table of rows, and every failure in full."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from harness.events import (
+    CandidateDescribed,
+    CaseJudged,
+    Event,
+    Failure,
+    Row,
+    RunDone,
+    RunStarted,
+    SubjectDone,
+    SubjectStarted,
+)
+from harness.verdict import Finding
+
+_STYLES = {"held": "green", "fault": "bold red", "not offered": "dim", "nothing ran": "yellow"}
+_MOST_DETAIL_LINES = 40
+
+
+class TerminalReport:
+    """Consumes events. Results go to ``console``; the progress bar goes to stderr and only to a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._libraries: dict[str, str] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not Console(stderr=True).is_terminal,
+        )
+
+    def __enter__(self) -> TerminalReport:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.console.print(f"seed {event.seed}", highlight=False)
+        elif isinstance(event, CandidateDescribed):
+            self._libraries[event.candidate] = event.library
+        elif isinstance(event, SubjectStarted):
+            self._task = self._progress.add_task(f"{event.candidate} {event.subject}", total=event.examples)
+        elif isinstance(event, CaseJudged):
+            self._progress.advance(self._task)
+            if event.failing:
+                self._progress.update(
+                    self._task, description=f"{event.candidate} {event.subject}: shrinking", total=None
+                )
+        elif isinstance(event, SubjectDone):
+            for task in list(self._progress.task_ids):
+                self._progress.remove_task(task)
+        elif isinstance(event, RunDone):
+            self._progress.stop()
+            print_failures(self.console, event.rows)
+            self.console.print(rows_table(event.rows, self._libraries))
+
+
+def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
+    """One line for each subject of each candidate."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("candidate", "library", "subject", "result"):
+        table.add_column(column, overflow="fold")
+    for column in ("examples", "meshes", "time"):
+        table.add_column(column, justify="right")
+    table.add_column("note", overflow="fold")
+    for row in rows:
+        kinds = ", ".join(sorted({failure.kind for failure in row.failures}))
+        result = f"{row.result}: {kinds}" if kinds else row.result
+        library = "" if row.result == "not offered" else libraries.get(row.candidate, "")
+        ran = row.result != "not offered"
+        table.add_row(
+            escape(row.candidate),
+            escape(library),
+            row.subject,
+            f"[{_STYLES[row.result]}]{result}[/]",
+            str(row.examples) if ran else "",
+            str(row.meshes) if ran else "",
+            f"{row.seconds:.1f} s" if ran else "",
+            escape(row.stopped or ""),
+        )
+    return table
+
+
+def print_failures(console: Console, rows: Sequence[Row]) -> None:
+    """Every failure once; rows of one unusable candidate share theirs."""
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        for failure in row.failures:
+            key = (row.candidate, failure.verdict.findings[0].message)
+            if failure.reproducer.case is None and key in seen:
+                continue
+            seen.add(key)
+            print_failure(console, failure)
+
+
+def print_failure(console: Console, failure: Failure) -> None:
+    """What is wrong, where, and how to see it again."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(escape(text), style=style, soft_wrap=True, highlight=False)
+
+    made = failure.reproducer
+    title = made.candidate if made.case is None else f"{made.candidate}, {made.subject}"
+    line(f"{failure.kind}: {title}", "bold red")
+    for finding in failure.verdict.findings[:4]:
+        for text in finding_lines(finding):
+            line(f"  {text}")
+    hidden = len(failure.verdict.findings) - 4
+    if hidden > 0:
+        line(f"  and {hidden} more findings")
+    if made.case is not None:
+        line(f"  case: {made.line()}")
+        line(f"  replay: shardproof replay {shlex.quote(made.line())}")
+    if failure.saved is not None:
+        line(f"  saved: {failure.saved}")
+    line("")
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """One finding as lines of text."""
+    lines = [finding.message]
+    if finding.index is not None:
+        lines.append(
+            f"  {finding.place}: first wrong element {_index(finding.index)} of {finding.tensor} "
+            f"(local {_index(finding.local_index or ())}): got {finding.got!r}, want {finding.want!r}"
+        )
+    details = finding.details.splitlines()
+    lines += [f"  {text}" for text in details[:_MOST_DETAIL_LINES]]
+    if len(details) > _MOST_DETAIL_LINES:
+        lines.append(f"  ({len(details) - _MOST_DETAIL_LINES} more lines)")
+    return lines
+
+
+def _index(index: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, index)) + "]"

@@ -1,0 +1,174 @@
+"""The main job: candidates times subjects, one row each."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.bench import Bench, CandidateUnusable
+from harness.candidate import Candidate
+from harness.case_file import Reproducer
+from harness.engine import Limits, search
+from harness.events import (
+    CandidateDescribed,
+    CaseJudged,
+    Failure,
+    Listener,
+    Row,
+    RunDone,
+    RunStarted,
+    SubjectDone,
+    SubjectStarted,
+)
+from harness.find import Spec, spec_of
+from harness.preload import modules
+from harness.properties import PROPERTIES, property_of
+from harness.properties.base import Property
+from harness.verdict import Verdict
+from harness.world import max_world as machine_limit
+from harness.world import warm_up
+from reference.dtypes import format_of
+
+FAILURES = Path(".shardproof") / "failures"
+
+
+class WorldTooLarge(ValueError):
+    """More ranks are asked for than this machine can run."""
+
+
+def verify(
+    *candidates: str | type[Candidate],
+    subjects: Sequence[str] | None = None,
+    examples: int = 100,
+    max_world: int = 4,
+    dtypes: Sequence[str] | None = None,
+    seed: int | None = None,
+    time_budget: float | None = None,
+    deadline: float = 30.0,
+    save: Path | str | None = FAILURES,
+    listen: Listener = lambda event: None,
+) -> RunDone:
+    """Draws cases and runs them on every candidate.
+
+    candidates: names (``"builtin"``, ``"pkg.module:Class"``, ``"file.py:Class"``) or classes. subjects: all that the
+    candidates offer by default. examples: cases for each subject and candidate. max_world: the most ranks of a case.
+    dtypes: formats to draw, all that a candidate has by default. seed: drawn and reported where it is None.
+    time_budget: seconds for the whole run. deadline: seconds for one case. save: the folder for failing cases.
+    listen: called with every event.
+
+    Returns the rows. Raises ValueError (UnknownCandidate, UnknownSubject, WorldTooLarge and others), before anything
+    runs, for what cannot be asked for.
+    """
+    specs = [spec_of(candidate) for candidate in candidates]
+    chosen = [property_of(subject) for subject in (PROPERTIES if subjects is None else subjects)]
+    _check(specs, examples, max_world, dtypes, time_budget, deadline)
+    seed = secrets.randbelow(2**32) if seed is None else seed
+    listen(RunStarted(seed, tuple(s.text for s in specs), tuple(p.subject for p in chosen), examples, max_world))
+    warm_up(modules(specs))
+    started, rows, libraries = time.monotonic(), [], {}
+    for spec in specs:
+        try:
+            with Bench(spec, deadline=deadline) as bench:
+                libraries[spec.text] = _library(bench)
+                listen(CandidateDescribed(spec.text, libraries[spec.text]))
+                for number, subject in enumerate(chosen):
+                    left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
+                    share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
+                    limits = Limits(examples, seed, share)
+                    row = _row(bench, subject, limits, max_world, dtypes, listen)
+                    rows.append(_saved(row, save))
+                    listen(SubjectDone(rows[-1]))
+        except CandidateUnusable as error:
+            for subject in chosen:
+                failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(error.findings))
+                rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
+                listen(SubjectDone(rows[-1]))
+    done = RunDone(seed, tuple(rows), time.monotonic() - started, libraries)
+    listen(done)
+    return done
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """0 all that was asked ran and holds, 1 a fault in a candidate, 2 our own fault, 3 nothing ran."""
+    kinds = {failure.kind for row in rows for failure in row.failures}
+    if kinds - {"harness"}:
+        return 1
+    if kinds:
+        return 2
+    ran = [row for row in rows if row.result == "held"]
+    starved = [row for row in rows if row.result == "nothing ran"]
+    return 0 if ran and not starved else 3
+
+
+def _row(
+    bench: Bench,
+    subject: Property,
+    limits: Limits,
+    max_world: int,
+    dtypes: Sequence[str] | None,
+    listen: Listener,
+) -> Row:
+    name = bench.spec.text
+    if not subject.offered(bench.description):
+        return Row(name, subject.subject, "not offered")
+    scope = bench.description.scope(max_world, dtypes)
+    if subject.uses_dtype and not scope.dtypes:
+        has = ", ".join(bench.description.dtypes)
+        return Row(name, subject.subject, "nothing ran", stopped=f"the candidate has only {has}")
+    listen(SubjectStarted(name, subject.subject, limits.examples))
+    return search(bench, subject, scope, limits, lambda failing: listen(CaseJudged(name, subject.subject, failing)))
+
+
+def _saved(row: Row, folder: Path | str | None) -> Row:
+    if folder is None or not row.failures:
+        return row
+    failures = [
+        dataclasses.replace(failure, saved=str(failure.reproducer.save(Path(folder)))) for failure in row.failures
+    ]
+    return dataclasses.replace(row, failures=tuple(failures))
+
+
+def _left(specs: Sequence[Spec], spec: Spec, chosen: Sequence[Property], number: int) -> int:
+    """Rows that still have to share the time."""
+    return len(chosen) - number + len(chosen) * (len(specs) - 1 - specs.index(spec))
+
+
+def _library(bench: Bench) -> str:
+    versions = bench.description.versions
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or bench.description.name
+
+
+def _check(
+    specs: Sequence[Spec],
+    examples: int,
+    max_world: int,
+    dtypes: Sequence[str] | None,
+    time_budget: float | None,
+    deadline: float,
+) -> None:
+    if not specs:
+        raise ValueError("no candidate is given: name at least one, for example builtin")
+    for dtype in dtypes or ():
+        format_of(dtype)
+    if examples < 1:
+        raise ValueError(f"examples is {examples}: expected at least 1")
+    if time_budget is not None and time_budget <= 0:
+        raise ValueError(f"time_budget is {time_budget}: expected seconds above 0")
+    if deadline <= 0:
+        raise ValueError(f"deadline is {deadline}: expected seconds above 0")
+    require_world(max_world)
+
+
+def require_world(world: int) -> None:
+    """Raises WorldTooLarge unless this machine can run so many ranks."""
+    if world < 1:
+        raise ValueError(f"max_world is {world}: expected at least 1")
+    limit = machine_limit()
+    if world > limit.ranks:
+        raise WorldTooLarge(
+            f"a world of {world} ranks is more than this machine allows: at most {limit.ranks} ({limit.why}); "
+            "ask for fewer"
+        )

@@ -1,0 +1,168 @@
+"""Column- and row-parallel linear layers: the case as data, and what one process computes.
+
+Shapes: R replicas (one for each coordinate outside the layer's axis, with data of its own), ``leading`` the token
+dimensions of a micro-batch, I in_features, O out_features.
+
+    input[m]        [R, *leading, I]     output[m]       [R, *leading, O]
+    weight          [O, I]               weight.grad     [R, O, I], summed over micro-batches
+    bias            [O]                  bias.grad       [R, O]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from reference.dtypes import Format, format_of
+from reference.lattice import Result, Term, lattice_limits
+from reference.mesh import Mesh
+from reference.recipe import Recipe, fill
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LinearRecipes:
+    """How each tensor of the case is filled."""
+
+    input: Recipe = field(default_factory=Recipe)
+    weight: Recipe = field(default_factory=Recipe)
+    bias: Recipe = field(default_factory=Recipe)
+    output_grad: Recipe = field(default_factory=Recipe)
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One linear layer cut over the ranks along ``axis``, run forward and backward on each micro-batch.
+
+    ``leading`` lists the token dimensions of each micro-batch. ``sequence_parallel`` cuts the first of them over the
+    ranks, before a column layer and after a row layer. ``explicit_group`` hands the layer its process group instead
+    of leaving it to the default. ``main_grad`` asks for gradients accumulated in fp32 in a buffer beside the parameter.
+    ``weight_at_call`` passes the weight to forward. ``init`` compares the initial parameters with a one-process run.
+    """
+
+    mesh: Mesh
+    kind: Literal["column", "row"]
+    in_features: int
+    out_features: int
+    leading: tuple[tuple[int, ...], ...] = ((1,),)
+    axis: str = "tp"
+    dtype: str = "fp32"
+    bias: bool = False
+    skip_bias_add: bool = False
+    gather_output: bool = False
+    input_is_parallel: bool = True
+    sequence_parallel: bool = False
+    explicit_group: bool = False
+    input_requires_grad: bool = True
+    weight_requires_grad: bool = True
+    bias_requires_grad: bool = True
+    main_grad: bool = False
+    weight_at_call: bool = False
+    transposed: bool = False
+    init: bool = False
+    recipes: LinearRecipes = field(default_factory=LinearRecipes)
+
+    def __post_init__(self) -> None:
+        format_of(self.dtype)
+        if self.axis not in self.mesh.names:
+            raise ValueError(f"the layer's axis {self.axis!r} is not in the mesh {self.mesh}")
+        if self.in_features < 1 or self.out_features < 1:
+            raise ValueError(f"in_features {self.in_features} and out_features {self.out_features} must be at least 1")
+        if not self.leading or any(not dims or min(dims) < 1 for dims in self.leading):
+            raise ValueError(f"leading {self.leading}: expected one or more micro-batches of dimensions of at least 1")
+        if self.axis != "tp" and not self.explicit_group:
+            raise ValueError(f"axis {self.axis!r} is not the default group: the layer must be given an explicit group")
+        if self.sequence_parallel and (self.gather_output or not self.input_is_parallel):
+            raise ValueError("sequence_parallel goes with neither gather_output nor input_is_parallel=False")
+
+    @property
+    def format(self) -> Format:
+        return format_of(self.dtype)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks run the same layer on other data."""
+        return tuple(name for name in self.mesh.names if name != self.axis)
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.size // self.parallel_size
+
+    @property
+    def parallel_size(self) -> int:
+        """The number of ranks that the layer is cut over."""
+        return self.mesh.axis_size(self.axis)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything needs a gradient."""
+        return self.input_requires_grad or self.weight_requires_grad or (self.bias and self.bias_requires_grad)
+
+
+def results(case: LinearCase) -> list[Result]:
+    """The terms of every result, for the lattice bound: all sums of forward and backward."""
+    tokens = sum(_tokens(dims) for dims in case.leading)
+    forward = (Term(case.in_features, ("input", "weight")), Term(1, ("bias",)))
+    return [
+        forward,
+        (Term(case.out_features, ("output_grad", "weight")),),
+        (Term(tokens, ("output_grad", "input")),),
+        (Term(tokens, ("output_grad",)),),
+    ]
+
+
+def tensors(case: LinearCase) -> Tensors:
+    """Every global tensor of the case, float64, filled by its recipe and rounded to the case's dtype."""
+    limits = lattice_limits(results(case), case.format.precision)
+    made: Tensors = {}
+
+    def add(name: str, role: str, shape: tuple[int, ...]) -> None:
+        recipe: Recipe = getattr(case.recipes, role)
+        made[name] = fill(recipe, name, shape, case.format, limits[role])
+
+    add("weight", "weight", (case.out_features, case.in_features))
+    if case.bias:
+        add("bias", "bias", (case.out_features,))
+    for m, dims in enumerate(case.leading):
+        add(f"input[{m}]", "input", (case.replicas, *dims, case.in_features))
+        add(f"output[{m}].grad", "output_grad", (case.replicas, *dims, case.out_features))
+    return made
+
+
+def expected(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | None]:
+    """Outputs and gradients of one process, float64; None where there must be no gradient.
+
+    y = x W^T + b, dL/dx = g W, dL/dW = g^T x, dL/db = sum of g, written out so that nothing rests on autograd.
+    With ``skip_bias_add`` the caller adds the returned bias, so the gradients are the same.
+    """
+    weight, bias = given["weight"], given.get("bias")
+    out: dict[str, torch.Tensor | None] = {}
+    weight_grad = torch.zeros(case.replicas, *weight.shape, dtype=torch.float64)
+    bias_grad = torch.zeros(case.replicas, case.out_features, dtype=torch.float64)
+    for m in range(len(case.leading)):
+        x_RTI = given[f"input[{m}]"].flatten(1, -2)
+        g_RTO = given[f"output[{m}].grad"].flatten(1, -2)
+        y_RTO = x_RTI @ weight.T
+        if bias is not None and not case.skip_bias_add:
+            y_RTO = y_RTO + bias
+        elif bias is not None:
+            out[f"output_bias[{m}]"] = bias.expand(case.replicas, -1)
+        bias_grad = bias_grad + g_RTO.sum(1)
+        shape = given[f"input[{m}]"].shape
+        out[f"output[{m}]"] = y_RTO.reshape(*shape[:-1], case.out_features)
+        out[f"input[{m}].grad"] = (g_RTO @ weight).reshape(shape) if case.input_requires_grad else None
+        weight_grad = weight_grad + g_RTO.transpose(1, 2) @ x_RTI
+    out["weight.grad"] = weight_grad if case.weight_requires_grad else None
+    if bias is not None:
+        out["bias.grad"] = bias_grad if case.bias_requires_grad else None
+    return out
+
+
+def _tokens(dims: tuple[int, ...]) -> int:
+    count = 1
+    for n in dims:
+        count *= n
+    return count

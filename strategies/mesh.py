@@ -1,0 +1,40 @@
+"""Draws meshes: any axes, sizes and order."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from reference.mesh import Mesh, MeshCase
+from strategies.scope import Scope
+
+LARGEST_PURE_WORLD = 10**6
+
+
+@st.composite
+def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | None = None) -> Mesh:
+    """A mesh of at most ``max_world`` ranks over some of the axes, in any order.
+
+    ``first`` names an axis that is always in it, and that gets its size before the others share what is left.
+    """
+    others = [axis for axis in axes if axis != first]
+    named = draw(st.lists(st.sampled_from(others), unique=True, max_size=3)) if others else []
+    room, sizes = max_world, []
+    for axis in ([first] if first is not None else []) + named:
+        size = draw(st.integers(1, room))
+        sizes.append((axis, size))
+        room //= size
+    order = draw(st.permutations(range(len(sizes)))) if len(sizes) > 1 else range(len(sizes))
+    return Mesh(tuple(sizes[i] for i in order))
+
+
+def cases(scope: Scope) -> st.SearchStrategy[MeshCase]:
+    """Live meshes within the world limit where the candidate makes groups, and pure ones of up to 10^6 ranks where it
+    computes them."""
+    kinds: list[st.SearchStrategy[MeshCase]] = []
+    if "group" in scope.parts:
+        kinds.append(st.builds(MeshCase, meshes(scope.axes, scope.max_world), st.just(True)))
+    if "group_ranks" in scope.parts:
+        small = meshes(scope.axes, 64)
+        large = meshes(scope.axes, LARGEST_PURE_WORLD)
+        kinds.append(st.builds(MeshCase, small | large, st.just(False)))
+    return st.one_of(kinds)
