@@ -73,7 +73,8 @@ class Bench:
         first = self._trial(subject, case)
         if not first.verdict.findings or not first.history:
             return first
-        self._pools.restart_all()
+        for run in subject.runs(case, self.description):
+            self._pools.get(subject.world(run)).restart()
         second = self._trial(subject, case)
         if second.verdict.findings:
             return second

@@ -17,6 +17,7 @@ from hypothesis.internal.conjecture import providers
 from harness.bench import Bench, Trial
 from harness.case_file import Reproducer
 from harness.events import Failure, Row
+from harness.polish import polish
 from harness.properties.base import Property
 from harness.verdict import Kind
 from reference.codec import encode
@@ -50,7 +51,7 @@ class Limits:
     examples: int = 100
     seed: int = 0
     time_budget: float | None = None
-    shrink_seconds: float = 60.0
+    shrink_seconds: float = 30.0
 
 
 @dataclass
@@ -64,6 +65,7 @@ class _Tally:
     known: dict[str, Trial] = field(default_factory=dict)
     flaky: list[tuple[Any, Trial]] = field(default_factory=list)
     failed_at: float | None = None
+    found_after: int | None = None
 
 
 def search(
@@ -112,7 +114,27 @@ def search(
             raise
     except hypothesis.errors.Unsatisfiable:
         stopped = tally.why_rejected or "no case could be drawn"
+    faults = [_polished(bench, subject, scope, limits, fault, tell) for fault in faults]
     return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
+
+
+def _polished(
+    bench: Bench, subject: Property, scope: Scope, limits: Limits, fault: Fault, tell: Callable[[bool], None]
+) -> Fault:
+    """The fault on the simplest case that has it."""
+    best = fault
+
+    def fails(case: Any) -> bool:
+        nonlocal best
+        trial = bench.check(subject, case)
+        tell(bool(trial.verdict.findings))
+        if trial.verdict.kind != fault.trial.verdict.kind:
+            return False
+        best = type(fault)(case, trial)
+        return True
+
+    polish(fault.case, lambda case: subject.simpler(case, scope), fails, limits.shrink_seconds)
+    return best
 
 
 @contextlib.contextmanager
@@ -158,6 +180,7 @@ def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
                 tally.flaky.append((case, trial))
         elif tally.failed_at is None:
             tally.failed_at = time.monotonic()
+            tally.found_after = tally.examples
 
 
 def _fault_class(kind: Kind) -> type[Fault]:
@@ -192,4 +215,5 @@ def _row(
         seconds=seconds,
         failures=failures,
         stopped=stopped,
+        found_after=tally.found_after,
     )

@@ -30,7 +30,8 @@ class Failure:
 @dataclass(frozen=True)
 class Row:
     """One subject of one candidate. ``examples`` were run and judged, on ``meshes`` distinct meshes; ``rejected`` were
-    refused by the candidate; ``stopped`` says why fewer ran than were asked for. Seconds of wall time."""
+    refused by the candidate; ``stopped`` says why fewer ran than were asked for. The first fault was found after
+    ``found_after`` examples; the rest of them shrank it. Seconds of wall time."""
 
     candidate: str
     subject: str
@@ -41,6 +42,7 @@ class Row:
     seconds: float = 0.0
     failures: tuple[Failure, ...] = ()
     stopped: str | None = None
+    found_after: int | None = None
 
 
 @dataclass(frozen=True)

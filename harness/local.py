@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.observation import LocalTensor
+from harness.oracle.compare import same_bits
 
 
 class WrongResult(Exception):
@@ -27,9 +28,13 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
 
 
 def permuted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the dimensions laid out in reverse order: not contiguous where two are above 1."""
-    order = tuple(reversed(range(tensor.dim())))
-    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
+    """The same values with the last dimension outermost in memory: not contiguous where it and another are above 1.
+
+    Flattened over all but the last dimension it is the transpose of a contiguous matrix, for which torch's own matrix
+    product returns gradients that are not contiguous either.
+    """
+    outermost = tensor.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    return outermost.movedim(0, -1)
 
 
 def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -75,5 +80,4 @@ class Purity:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return same_bits(a.to(torch.float64).numpy(), b.to(torch.float64).numpy())

@@ -1,1 +1,1 @@
-""""""
+"""Megatron-style tensor, pipeline and data parallelism on torch.distributed."""

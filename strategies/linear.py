@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
 from hypothesis import strategies as st
 
 from reference.linear import LinearCase, LinearRecipes
-from strategies.mesh import meshes
+from reference.recipe import Recipe
+from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import exact_recipes
 from strategies.scope import Scope
 
@@ -19,10 +26,13 @@ FEATURES = {
     "uneven_sequence": "sequence lengths that the group size does not divide, also fewer than ranks",
     "explicit_group": "the layer is given a process group, along any axis, instead of taking the default",
     "main_grad": "gradients accumulated in fp32 in a buffer beside the parameter",
-    "weight_at_call": "the weight is passed to forward",
+    "column_weight_at_call": "the weight is passed to the forward of a column layer",
+    "row_weight_at_call": "the weight is passed to the forward of a row layer",
 }
 
 _LARGEST = 12
+#: Features that shrinking tries in every combination.
+_TINY = 4
 
 
 @st.composite
@@ -63,11 +73,63 @@ def cases(draw: st.DrawFn, scope: Scope) -> LinearCase:
         weight_requires_grad=not _one_in(draw, 5),
         bias_requires_grad=not (bias and _one_in(draw, 5)),
         main_grad=scope.has("main_grad") and _one_in(draw, 4),
-        weight_at_call=scope.has("weight_at_call") and _one_in(draw, 4),
+        weight_at_call=scope.has(f"{kind}_weight_at_call") and _one_in(draw, 4),
         transposed=draw(st.booleans()),
         init=scope.checks_initialization and _one_in(draw, 4),
         recipes=draw(st.builds(LinearRecipes, *[exact_recipes()] * 4)),
     )
+
+
+def simpler(case: LinearCase, scope: Scope) -> Iterator[LinearCase]:
+    """Simpler cases within the scope: first the smallest meshes and sizes with the same options, all combinations of
+    them, then one option or recipe at a time as plain as can be."""
+    meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
+    sizes = sorted(itertools.product(range(1, _TINY + 1), repeat=2), key=lambda pair: (sum(pair), pair))
+    for mesh, (inside, outside), leading in itertools.product(meshes_, sizes, _tiny_tokens(case)):
+        changes = {"mesh": mesh, "in_features": inside, "out_features": outside, "leading": leading}
+        yield from _if_simpler(case, scope, changes)
+    plain = LinearCase(case.mesh, case.kind, case.in_features, case.out_features)
+    for f in dataclasses.fields(LinearCase):
+        if f.name not in ("mesh", "kind", "in_features", "out_features", "leading", "axis", "recipes"):
+            yield from _if_simpler(case, scope, {f.name: getattr(plain, f.name)})
+    for f in dataclasses.fields(case.recipes):
+        recipes = dataclasses.replace(case.recipes, **{f.name: Recipe()})
+        yield from _if_simpler(case, scope, {"recipes": recipes})
+
+
+def _tiny_tokens(case: LinearCase) -> list[tuple[tuple[int, ...], ...]]:
+    """Few tokens, with as many dimensions as the case has."""
+    rest = (1,) * (len(case.leading[0]) - 1)
+    one, two = ((1, *rest),), ((2, *rest),)
+    return [one, two, one + one, case.leading]
+
+
+def _if_simpler(case: LinearCase, scope: Scope, changes: dict[str, Any]) -> Iterator[LinearCase]:
+    try:
+        changed = dataclasses.replace(case, **changes)
+    except ValueError:
+        return  # options that do not go together
+    if _measure(changed) < _measure(case) and within(changed, scope):
+        yield changed
+
+
+def _measure(case: LinearCase) -> tuple[Any, ...]:
+    """What is simpler has the smaller measure."""
+    plain = LinearCase(case.mesh, case.kind, case.in_features, case.out_features)
+    options = sum(getattr(case, f.name) != getattr(plain, f.name) for f in dataclasses.fields(case))
+    recipes = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    tokens = sum(math.prod(dims) for dims in case.leading)
+    mesh = case.mesh.size, len(case.mesh.axes)
+    return (*mesh, case.in_features + case.out_features, case.in_features, len(case.leading), tokens, options, recipes)
+
+
+def within(case: LinearCase, scope: Scope) -> bool:
+    """Whether the sizes of a case are such as the scope allows."""
+    n = case.parallel_size
+    cut = case.in_features if case.kind == "row" else case.out_features
+    even = cut % n == 0 and (case.kind == "column" or case.input_is_parallel or case.in_features % n == 0)
+    sequence = not case.sequence_parallel or all(dims[0] % n == 0 for dims in case.leading)
+    return (even or scope.has("uneven")) and (sequence or scope.has("uneven_sequence"))
 
 
 def _features(draw: st.DrawFn, n: int, uneven: bool) -> int:

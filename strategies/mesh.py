@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from hypothesis import strategies as st
 
 from reference.mesh import Mesh, MeshCase
@@ -25,6 +28,28 @@ def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | 
         room //= size
     order = draw(st.permutations(range(len(sizes)))) if len(sizes) > 1 else range(len(sizes))
     return Mesh(tuple(sizes[i] for i in order))
+
+
+def smaller_meshes(mesh: Mesh, keep: str | None = None) -> Iterator[Mesh]:
+    """Simpler meshes, from the smallest world up: axes left out, sizes 1 and 2. ``keep`` names an axis that stays."""
+    choices = [[(name, n) for n in _sizes(size, name == keep)] for name, size in mesh.axes]
+    found = {Mesh(tuple((name, n) for name, n in pairs if n > 0)) for pairs in itertools.product(*choices)}
+    yield from sorted((m for m in found if _measure(m) < _measure(mesh)), key=_measure)
+
+
+def _sizes(size: int, stays: bool) -> list[int]:
+    """0 leaves the axis out."""
+    return [n for n in (0, 1, 2, size) if n <= size and (n > 0 or not stays)]
+
+
+def _measure(mesh: Mesh) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    return mesh.size, len(mesh.axes), mesh.axes
+
+
+def simpler(case: MeshCase, scope: Scope) -> Iterator[MeshCase]:
+    """Simpler cases of the same kind."""
+    for mesh in smaller_meshes(case.mesh):
+        yield MeshCase(mesh, case.live)
 
 
 def cases(scope: Scope) -> st.SearchStrategy[MeshCase]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ class Property:
     case_type: the dataclass. methods: the candidate's methods; one of them is enough to offer the subject. features:
     the optional features by name, with a line each. cases: the strategy. world: how many ranks a case needs.
     on_rank: ``module:function`` run on every rank as ``function(context, spec, case)``, returning an Observation.
+    simpler: ``simpler(case, scope)`` proposes simpler cases, for the last step of shrinking.
     runs: the cases to run for one case, each in a world of its own (default: itself).
     expected: what one process computes, made in the parent while the ranks run.
     judge: ``judge(case, description, expected, worlds)`` gives the findings, gravest first.
@@ -67,6 +68,7 @@ class Property:
     methods: tuple[str, ...]
     features: Mapping[str, str]
     cases: Callable[[Scope], SearchStrategy[Any]]
+    simpler: Callable[[Any, Scope], Iterable[Any]]
     world: Callable[[Any], int]
     on_rank: str
     expected: Callable[[Any], Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,13 +54,26 @@ def _bias(case: LinearCase, each: Each, features: Split) -> Layout:
     return (each, features) if case.kind == "column" and not case.gather_output else (each,)
 
 
-def on_rank(context: RankContext, spec: Spec, case: LinearCase) -> Observation:
+@dataclass(frozen=True)
+class Alone:
+    """The second run of a case with ``init``: the layer on one rank, of which only the initial parameters count."""
+
+    case: LinearCase
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.case.mesh
+
+
+def on_rank(context: RankContext, spec: Spec, run: LinearCase | Alone) -> Observation:
     """Builds the layer and drives it on this rank."""
+    case = run.case if isinstance(run, Alone) else run
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers(f"{case.kind}_linear"):
         raise NotOffered(f"{spec.text} has no {case.kind}_linear")
     build = candidate.column_linear if case.kind == "column" else candidate.row_linear
-    return drive(_exercise(case, candidate.uneven, context.rank), lambda: build(case))
+    exercise = _exercise(case, candidate.uneven, context.rank)
+    return drive(replace(exercise, only_initial=isinstance(run, Alone)), lambda: build(case))
 
 
 def _exercise(case: LinearCase, uneven: str, rank: int) -> Exercise:
@@ -84,7 +97,6 @@ def _exercise(case: LinearCase, uneven: str, rank: int) -> Exercise:
         consume=_add_bias if case.bias and case.skip_bias_add else _only,
         transposed=case.transposed,
         main_grad=case.main_grad,
-        only_initial=case.mesh.size == 1 and case.init,
     )
 
 
@@ -97,11 +109,11 @@ def _add_bias(outputs: Outputs) -> torch.Tensor:
     return outputs[0] + outputs[1]
 
 
-def runs(case: LinearCase, description: Description) -> Sequence[LinearCase]:
+def runs(case: LinearCase, description: Description) -> Sequence[LinearCase | Alone]:
     """With ``init`` and a full initialisation, also the same layer on one rank."""
-    if not case.init or description.initialization != "full":
+    if not case.init or description.initialization != "full" or case.mesh.size == 1:
         return (case,)
-    return case, replace(case, mesh=Mesh(tuple((name, 1) for name in case.mesh.names)))
+    return case, Alone(replace(case, mesh=Mesh(tuple((name, 1) for name in case.mesh.names))))
 
 
 def judge(
@@ -195,7 +207,8 @@ LINEAR = Property(
     methods=("column_linear", "row_linear"),
     features=strategies.linear.FEATURES,
     cases=strategies.linear.cases,
-    world=lambda case: case.mesh.size,
+    simpler=strategies.linear.simpler,
+    world=lambda run: run.mesh.size,
     on_rank="harness.properties.linear:on_rank",
     expected=_expected,
     judge=judge,

@@ -122,7 +122,7 @@ def judge(case: MeshCase, description: Description, want: Groups, worlds: Sequen
     everyone = [dict(o.facts) for o in worlds[0]]
     if not case.live:
         return _judge_pure(case, want, everyone[0])
-    findings = _problems(case, everyone)
+    findings = list({finding.message: finding for finding in _problems(case, everyone)}.values())
     for axes, groups in want.items():
         for group in groups:
             members = tuple(int(r) for r in group)
@@ -174,6 +174,7 @@ MESH = Property(
     methods=("group", "group_ranks"),
     features={},
     cases=strategies.mesh.cases,
+    simpler=strategies.mesh.simpler,
     world=lambda case: case.mesh.size if case.live else 1,
     on_rank="harness.properties.mesh:on_rank",
     expected=lambda case: expected_groups(case.mesh),

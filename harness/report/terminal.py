@@ -93,9 +93,15 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
             str(row.examples) if ran else "",
             str(row.meshes) if ran else "",
             f"{row.seconds:.1f} s" if ran else "",
-            escape(row.stopped or ""),
+            escape(_note(row)),
         )
     return table
+
+
+def _note(row: Row) -> str:
+    if row.found_after is not None:
+        return f"found after {row.found_after} examples"
+    return row.stopped or ""
 
 
 def print_failures(console: Console, rows: Sequence[Row]) -> None:

@@ -1,1 +1,33 @@
-""""""
+"""Where ranks run: functions go to every rank of a world, and what happened there comes back, faithfully.
+
+Knows nothing of cases, properties or candidates. Importing it does not import torch: the rank server does, meanwhile.
+"""
+
+from harness.world.context import RankContext
+from harness.world.crew import WorldError
+from harness.world.forkserver import warm_up
+from harness.world.limits import WorldLimit, max_world
+from harness.world.outcome import Blocked, Died, Ending, NotOk, Outcome, Raised, Returned
+from harness.world.pending import Pending
+from harness.world.pool import Pool
+from harness.world.pools import Pools
+from harness.world.signals import terminate_cleanly
+
+__all__ = [
+    "Blocked",
+    "Died",
+    "Ending",
+    "NotOk",
+    "Outcome",
+    "Pending",
+    "Pool",
+    "Pools",
+    "Raised",
+    "RankContext",
+    "Returned",
+    "WorldError",
+    "WorldLimit",
+    "max_world",
+    "terminate_cleanly",
+    "warm_up",
+]

@@ -1,0 +1,131 @@
+"""The implementation that ships with the project, whole or with one planted fault (``builtin+F04``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from harness.candidate import Candidate, NotOffered, Sharded
+from reference.layout import Split, Whole
+from reference.linear import LinearCase
+from reference.mesh import Mesh
+from sharded import mesh as sharded_mesh
+from sharded.linear import ColumnParallelLinear, RowParallelLinear
+from sharded.process_groups import ProcessGroups, set_default
+from sharded.sequence_parallel import finish_sequence_parallel_gradients
+
+
+def mutants() -> Iterable[Any]:
+    """The planted faults: id, subject, fault, thread."""
+    from sharded.mutants import all_mutants
+
+    return all_mutants()
+
+
+class Builtin(Candidate):
+    """sharded/, on any mesh and in every option of the contract."""
+
+    name: ClassVar[str] = "shardproof's own"
+    requires: ClassVar[tuple[str, ...]] = ("shardproof",)
+    supports = (
+        "gather_output",
+        "input_not_parallel",
+        "skip_bias_add",
+        "sequence_parallel",
+        "uneven",
+        "uneven_sequence",
+        "explicit_group",
+        "main_grad",
+        "column_weight_at_call",
+        "row_weight_at_call",
+    )
+    initialization = "full"
+
+    def __init__(self, variant: str | None = None) -> None:
+        if variant is not None:
+            from sharded.mutants import UnknownMutant, apply
+
+            try:
+                apply(variant)
+            except UnknownMutant as error:
+                raise NotOffered(str(error)) from error
+
+    def open(self, mesh: Mesh) -> None:
+        self.groups = ProcessGroups(mesh.axes)
+
+    def activate(self) -> None:
+        set_default(self.groups)
+
+    def close(self) -> None:
+        self.groups.close()
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if axes == ("embedding",):
+            return self.groups.group_of_embedding()
+        if axes == ("position-embedding",):
+            return self.groups.group_of_position_embedding()
+        return self.groups.group(*axes)
+
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
+        if axes == ("embedding",):
+            return sharded_mesh.embedding_ranks(mesh.axes)
+        if axes == ("position-embedding",):
+            return sharded_mesh.position_embedding_ranks(mesh.axes)
+        return sharded_mesh.group_ranks(mesh.axes, axes)
+
+    def column_linear(self, case: LinearCase) -> Sharded:
+        layer = ColumnParallelLinear(
+            case.in_features,
+            case.out_features,
+            gather_output=case.gather_output,
+            **self._options(case),
+        )
+        split = Split(0, case.axis)
+        # One call a micro-batch: an uneven cut of the sequence cannot be told from the rank's own piece.
+        lengths = iter(dims[0] for dims in case.leading)
+
+        def forward(x: torch.Tensor) -> Any:
+            length = next(lengths) if case.sequence_parallel else None
+            return layer(x, self._weight(case, layer), sequence_length=length)
+
+        return self._sharded(case, layer, forward, weight=split, bias=split)
+
+    def row_linear(self, case: LinearCase) -> Sharded:
+        layer = RowParallelLinear(
+            case.in_features,
+            case.out_features,
+            input_is_parallel=case.input_is_parallel,
+            **self._options(case),
+        )
+
+        def forward(x: torch.Tensor) -> Any:
+            return layer(x, self._weight(case, layer))
+
+        return self._sharded(case, layer, forward, weight=Split(1, case.axis), bias=Whole())
+
+    def _options(self, case: LinearCase) -> dict[str, Any]:
+        return {
+            "bias": case.bias,
+            "group": self.groups.group(case.axis) if case.explicit_group else None,
+            "sequence_parallel": case.sequence_parallel,
+            "skip_bias_add": case.skip_bias_add,
+            "main_grad": case.main_grad,
+            "dtype": case.format.torch_dtype,
+            "seed": 1,
+        }
+
+    @staticmethod
+    def _weight(case: LinearCase, layer: Any) -> torch.Tensor | None:
+        """The layer's own weight stands in for one that another layer shares."""
+        return layer.weight if case.weight_at_call else None
+
+    def _sharded(self, case: LinearCase, layer: Any, forward: Callable[..., Any], **layouts: Any) -> Sharded:
+        group = self.groups.group(case.axis)
+
+        def finish() -> None:
+            finish_sequence_parallel_gradients(layer.parameters(), group)
+
+        return Sharded(layer, forward=forward, finish=finish, **layouts)

@@ -1,0 +1,162 @@
+"""Megatron-Core's layers and process groups, on CPU.
+
+Megatron-Core asks torch.cuda for the current device where it allocates communication buffers. On a machine without a GPU
+that answer is patched to "cpu", in the rank process only; nothing else of the library is touched.
+
+Not offered: uneven features (refused by its ``divide``), main_grad (a CUDA kernel of APEX), expert parallelism as an axis
+of the default mesh (it has a mesh of its own).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from harness.candidate import NotOffered, Sharded
+from harness.candidates.known_faults import WithKnownFaults
+from reference.layout import Partial, Split, Whole
+from reference.linear import LinearCase
+from reference.mesh import Mesh
+
+if importlib.util.find_spec("megatron") is not None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which CPU ranks do without
+        from megatron.core import ModelParallelConfig, parallel_state
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+_GROUPS = {
+    ("tp",): "get_tensor_model_parallel_group",
+    ("cp",): "get_context_parallel_group",
+    ("pp",): "get_pipeline_model_parallel_group",
+    ("dp",): "get_data_parallel_group",
+    ("tp", "pp"): "get_model_parallel_group",
+    ("tp", "cp"): "get_tensor_and_context_parallel_group",
+    ("tp", "dp"): "get_tensor_and_data_parallel_group",
+    ("embedding",): "get_embedding_group",
+    ("position-embedding",): "get_position_embedding_group",
+}
+
+
+class MegatronCore(WithKnownFaults):
+    """megatron.core.tensor_parallel and megatron.core.parallel_state."""
+
+    name: ClassVar[str] = "megatron-core"
+    requires: ClassVar[tuple[str, ...]] = ("megatron-core",)
+    axes = ("tp", "cp", "dp", "pp")
+    supports = (
+        "gather_output",
+        "input_not_parallel",
+        "skip_bias_add",
+        "sequence_parallel",
+        "explicit_group",
+        "column_weight_at_call",
+    )
+    initialization = "full"
+    token_dims = (2,)  # [sequence, batch, hidden], says its documentation
+    meshes_at_once = 1  # its groups are module globals
+
+    def open(self, mesh: Mesh) -> None:
+        size = mesh.axis_size
+        names = list(mesh.names)
+        if size("cp") > 1 and size("pp") > 1 and names[-1] != "pp":
+            raise NotOffered("initialize_model_parallel wants pp as the slowest axis beside cp")
+        _present_cpu_as_the_device()
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its callers' names
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=size("tp"),
+            pipeline_model_parallel_size=size("pp"),
+            context_parallel_size=size("cp"),
+            create_gloo_process_groups=False,  # a second set, beside NCCL's
+            order="-".join([*names, *(a for a in ("tp", "cp", "ep", "dp", "pp") if a not in names)]),
+        )
+
+    def close(self) -> None:
+        parallel_state.destroy_model_parallel()
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if set(axes) == {"dp", "cp"}:
+            group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        elif axes in _GROUPS:
+            getter = getattr(parallel_state, _GROUPS[axes])
+            group = getter(check_initialized=False) if axes != ("dp",) else getter()
+        else:
+            group = None
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]] | None:
+        if set(axes) - {"tp", "cp", "dp", "pp"}:
+            return None
+        sizes = {name: mesh.axis_size(name) for name in ("tp", "ep", "dp", "pp", "cp")}
+        order = "-".join(mesh.names) or "tp"
+        generator = parallel_state.RankGenerator(**sizes, order=order)
+        ranks: list[list[int]] = generator.get_ranks("-".join(axes))
+        return ranks
+
+    def column_linear(self, case: LinearCase) -> Sharded:
+        if case.bias and not case.skip_bias_add and case.bias_requires_grad and not case.weight_requires_grad:
+            self.known_fault("column layer with a frozen weight: the gradient of its bias is dropped")
+        layer = ColumnParallelLinear(
+            case.in_features,
+            case.out_features,
+            config=self._config(case),
+            init_method=torch.nn.init.normal_,
+            bias=case.bias,
+            gather_output=case.gather_output,
+            skip_bias_add=case.skip_bias_add,
+            skip_weight_param_allocation=case.weight_at_call,
+            tp_group=self._explicit(case),
+        )
+        split = Split(0, case.axis)
+        parameters = {}
+        if case.weight_at_call:
+            local = case.out_features // case.parallel_size
+            parameters["weight"] = torch.nn.Parameter(
+                torch.zeros(local, case.in_features, dtype=case.format.torch_dtype)
+            )
+        weight = parameters.get("weight")
+        forward = _as_outputs(case, lambda x: layer(x, weight=weight))
+        return Sharded(layer, forward=forward, parameters=parameters, weight=split, bias=split)
+
+    def row_linear(self, case: LinearCase) -> Sharded:
+        layer = RowParallelLinear(
+            case.in_features,
+            case.out_features,
+            config=self._config(case),
+            init_method=torch.nn.init.normal_,
+            bias=case.bias,
+            input_is_parallel=case.input_is_parallel,
+            skip_bias_add=case.skip_bias_add,
+            tp_group=self._explicit(case),
+        )
+        # Under sequence parallelism its trainer sums the bias gradient over tp later, by design.
+        summed_later = {"bias": Partial(case.axis)} if case.sequence_parallel else {}
+        forward = _as_outputs(case, layer)
+        return Sharded(layer, forward=forward, grads=summed_later, weight=Split(1, case.axis), bias=Whole())
+
+    def _config(self, case: LinearCase) -> Any:
+        return ModelParallelConfig(
+            tensor_model_parallel_size=case.parallel_size,
+            sequence_parallel=case.sequence_parallel and case.parallel_size > 1,
+            use_cpu_initialization=True,
+            params_dtype=case.format.torch_dtype,
+        )
+
+    def _explicit(self, case: LinearCase) -> dist.ProcessGroup | None:
+        return self.group((case.axis,)) if case.explicit_group else None
+
+
+def _as_outputs(case: LinearCase, layer: Any) -> Any:
+    """Its layers always return (output, bias or None); the subject wants the bias only with skip_bias_add."""
+    if case.bias and case.skip_bias_add:
+        return layer
+    return lambda x: layer(x)[0]
+
+
+def _present_cpu_as_the_device() -> None:
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]

@@ -1,0 +1,83 @@
+"""PyTorch's own tensor parallelism: ``parallelize_module`` on a plain ``nn.Linear``.
+
+Not offered: uneven features (``RowwiseParallel`` and the local outputs of ``ColwiseParallel`` take equal shards for
+granted), skip_bias_add, main_grad and a weight passed at call, which a plain linear does not have.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from harness.candidate import Sharded
+from harness.candidates.known_faults import WithKnownFaults
+from harness.groups import device_mesh
+from reference.layout import Split, Whole
+from reference.linear import LinearCase
+from reference.mesh import Mesh
+
+
+class TorchNative(WithKnownFaults):
+    """torch.distributed.tensor.parallel."""
+
+    name: ClassVar[str] = "torch"
+    requires: ClassVar[tuple[str, ...]] = ("torch",)
+    supports = ("gather_output", "input_not_parallel", "sequence_parallel", "explicit_group")
+    uneven = "chunk"
+    initialization = "full"
+
+    def open(self, mesh: Mesh) -> None:
+        # The default axis is there for layers that name none.
+        named = mesh if "tp" in mesh.names else Mesh((("tp", 1), *mesh.axes))
+        self.mesh = named
+        self.device_mesh = device_mesh(named)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        present = [name for name in reversed(self.mesh.names) if name in axes]
+        if len(present) != len(axes):
+            return None  # a DeviceMesh knows the axes that it was given, and no embedding group
+        if len(present) == 1:
+            return self.device_mesh.get_group(present[0])
+        return self.device_mesh[tuple(present)]._flatten().get_group()
+
+    def column_linear(self, case: LinearCase) -> Sharded:
+        self._refuse_squeezed(case, case.out_features)
+        style = ColwiseParallel(
+            input_layouts=Shard(0) if case.sequence_parallel else Replicate(),
+            output_layouts=Replicate() if case.gather_output else Shard(-1),
+        )
+        linear = parallelize_module(_linear(case), self.device_mesh[case.axis], style)
+        split = Split(0, case.axis, rule="chunk")
+        return Sharded(linear, weight=split, bias=split, read_grad=_gradient)
+
+    def row_linear(self, case: LinearCase) -> Sharded:
+        self._refuse_squeezed(case, case.in_features)
+        if case.bias and case.parallel_size & (case.parallel_size - 1):
+            self.known_fault("row layer with a bias: each rank adds bias / tp, inexact unless tp is a power of two")
+        style = RowwiseParallel(
+            input_layouts=Shard(-1) if case.input_is_parallel else Replicate(),
+            output_layouts=Shard(0) if case.sequence_parallel else Replicate(),
+        )
+        linear = parallelize_module(_linear(case), self.device_mesh[case.axis], style)
+        return Sharded(linear, weight=Split(1, case.axis, rule="chunk"), bias=Whole(), read_grad=_gradient)
+
+    def _refuse_squeezed(self, case: LinearCase, features: int) -> None:
+        if features == 1:
+            self.known_fault("one feature on one rank: DTensor cannot view a sharded dimension of size 1")
+
+
+def _linear(case: LinearCase) -> nn.Linear:
+    return nn.Linear(case.in_features, case.out_features, bias=case.bias, dtype=case.format.torch_dtype)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient as an optimizer sees it: partial sums are reduced when they meet the parameter's placement."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        return grad.redistribute(placements=parameter.placements).to_local()
+    return grad

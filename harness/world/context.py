@@ -1,0 +1,39 @@
+"""What a function is told about the rank it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.world.traffic import Recorder
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The first argument of every function that runs on ranks.
+
+    rank, world_size: of the default group, which is initialised. state: kept from job to job as long as these
+    processes live, for what is costly to make (groups, candidates). traffic: sees the collectives of this job.
+    """
+
+    rank: int
+    world_size: int
+    traffic: Recorder
+    state: dict[Any, Any] = field(default_factory=dict)
+
+
+class _Here:
+    """This process, if it is a rank."""
+
+    rank: int | None = None
+
+
+def enter_rank(rank: int) -> None:
+    """Marks this process as a rank."""
+    _Here.rank = rank
+
+
+def this_rank() -> int | None:
+    """The rank that this process is; None in every process that is none."""
+    return _Here.rank

@@ -1,0 +1,146 @@
+"""Runs functions on a world of ranks, one job at a time, and says how each job ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from harness.world import functions, wire
+from harness.world.context import this_rank
+from harness.world.crew import Crew, WorldError
+from harness.world.forkserver import FORKSERVER, search_path
+from harness.world.outcome import Outcome
+from harness.world.pending import Pending
+
+# From request to ready ranks: a cold import of torch from a slow disk, and of what the user preloads.
+START_TIMEOUT = 180.0
+
+
+class Pool:
+    """A world of ``world_size`` processes with an initialised gloo group, kept from job to job.
+
+    deadline: seconds that one job may take on ready ranks. quiet: seconds after which ranks that all sleep are given up
+    as a hang (Linux; elsewhere the deadline decides). preload: modules to import once, before ranks are forked; one
+    that fails to import fails again on the rank, where a job reports it.
+
+    A job that is not ok ends its processes, and the next one gets fresh ones. Processes start in the background as
+    soon as the pool is made. Raises RuntimeError on a rank, ValueError for a nonsensical size or time.
+    """
+
+    def __init__(
+        self, world_size: int, *, deadline: float = 30.0, quiet: float = 2.0, preload: Sequence[str] = ()
+    ) -> None:
+        if this_rank() is not None:
+            raise RuntimeError(f"rank {this_rank()} asked for a Pool: what runs on a rank cannot start ranks itself")
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}: expected at least 1")
+        for name, seconds in (("deadline", deadline), ("quiet", quiet)):
+            if not seconds > 0:
+                raise ValueError(f"{name} is {seconds}: expected seconds above 0")
+        self.world_size = world_size
+        self.deadline = deadline
+        self.quiet = quiet
+        self._preload = tuple(preload)
+        self._history: list[str] = []
+        self._pending: Pending | None = None
+        self._closed = False
+        self._crew: Crew | None = None
+        self._present_crew()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the present ranks, in the order of ranks; waits until they have started."""
+        crew = self.ready_crew()
+        return tuple(crew.pids[rank] for rank in range(self.world_size))
+
+    def start(
+        self, function: Callable[..., Any] | str, *args: Any, label: str = "", deadline: float | None = None
+    ) -> Pending:
+        """Starts ``function(rank_context, *args)`` on every rank and returns at once.
+
+        function: one that ranks can import, or ``module:name`` or ``path/to/file.py:name``. label: how the histories
+        of later outcomes name this job (default: the function's name). deadline: for this job, in seconds. A job
+        before it that was not asked for its result is abandoned, and its processes with it.
+
+        Raises ValueError for a function that ranks cannot import, and what pickling the arguments raises.
+        """
+        packed = functions.pack(function)
+        job = wire.dump({"function": packed, "args": wire.dump(args), "path": search_path()})
+        if self._pending is not None:
+            self.discard()
+        crew = self._present_crew()
+        crew.pump(0)
+        if crew.gone:  # the server died while the ranks were idle, which is no fault of this job
+            self.discard()
+            crew = self._present_crew()
+        pending = Pending(self, job, tuple(self._history), self.deadline if deadline is None else deadline)
+        self._history.append(label or functions.describe(function))
+        self._pending = pending
+        crew.send(job, START_TIMEOUT)
+        return pending
+
+    def run(
+        self, function: Callable[..., Any] | str, *args: Any, label: str = "", deadline: float | None = None
+    ) -> Outcome:
+        """``start(...).result()``."""
+        return self.start(function, *args, label=label, deadline=deadline).result()
+
+    def restart(self) -> None:
+        """Kills the ranks; the next job gets fresh ones, which start in the background. A job that runs is lost."""
+        self.discard()
+        self._present_crew()
+
+    def close(self) -> None:
+        """Kills the ranks and returns when they are gone. Does nothing the second time."""
+        self._closed = True
+        self.discard()
+
+    def settle(self, pending: Pending, *, reusable: bool) -> None:
+        """Called by a job at its end, with whether its processes are fit for another one."""
+        if self._pending is pending:
+            self._pending = None
+            if not reusable:
+                self.restart()
+
+    def ready_crew(self) -> Crew:
+        """The present ranks, waited for. Raises WorldError, after a second try without the user's preloads."""
+        crew = self._present_crew()
+        try:
+            crew.wait_until_ready(START_TIMEOUT)
+        except WorldError:
+            if len(crew.pids) == self.world_size:
+                raise  # they were forked, so that it is not the server that is sick
+            FORKSERVER.distrust()
+            crew.kill()
+            crew = self._crew = Crew(self.world_size)
+            if self._pending is not None:
+                crew.send(self._pending.job, START_TIMEOUT)
+            crew.wait_until_ready(START_TIMEOUT)
+        return crew
+
+    def _present_crew(self) -> Crew:
+        if self._closed:
+            raise RuntimeError("this pool is closed")
+        if self._crew is None:
+            FORKSERVER.preload(self._preload)
+            self._crew = Crew(self.world_size)
+        return self._crew
+
+    def discard(self) -> None:
+        """Kills the ranks; fresh ones start when they are needed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
+        self._history = []
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.kill()
