@@ -1,12 +1,19 @@
 """shardproof: does sharded training code compute what one process computes?
 
-The public names; importing them imports neither Hypothesis nor the reports.
+The public names. Importing this imports neither torch nor Hypothesis: the command starts its ranks first.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.groups import device_mesh, new_group
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
+
+if TYPE_CHECKING:
+    from harness.check import cases, check
+    from harness.groups import device_mesh, new_group
+    from harness.verify import verify
 
 __all__ = [
     "Candidate",
@@ -17,6 +24,7 @@ __all__ = [
     "Sharded",
     "Split",
     "Whole",
+    "cases",
     "check",
     "device_mesh",
     "new_group",
@@ -24,14 +32,17 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "cases": "harness.check",
+    "check": "harness.check",
+    "device_mesh": "harness.groups",
+    "new_group": "harness.groups",
+    "verify": "harness.verify",
+}
+
+
 def __getattr__(name: str) -> object:
-    """``verify`` and ``check`` on first use: ranks and adapters need neither."""
-    if name == "verify":
-        from harness.verify import verify
-
-        return verify
-    if name == "check":
-        from harness.check import check
-
-        return check
-    raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    """What needs torch or Hypothesis is imported when it is first used."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

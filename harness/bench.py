@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import describe
 from harness.endings import findings_of, rejection_of
-from harness.find import Spec, spec_of
+from harness.find import Spec, UnknownCandidate, spec_of
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
@@ -82,6 +82,9 @@ class Bench:
 
     def _describe(self) -> Description:
         outcome = self._pools.get(1).run(describe.on_rank, self.spec, label="describe")
+        refused = rejection_of(outcome)
+        if refused is not None:
+            raise UnknownCandidate(f"candidate {self.spec.text!r}: {refused}")
         if outcome.kind != "ok":
             raise CandidateUnusable(self.spec, findings_of(outcome, None))
         (description,) = outcome.values()
@@ -91,7 +94,8 @@ class Bench:
     def _trial(self, subject: Property, case: Any) -> Trial:
         runs = tuple(subject.runs(case, self.description))
         worlds: list[World] = []
-        expected, history = None, ()
+        expected: Any = None
+        history: tuple[str, ...] = ()
         for number, run in enumerate(runs):
             pool = self._pools.get(subject.world(run))
             pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)))

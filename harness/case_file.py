@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.errors import WrongUse
 from harness.properties import PROPERTIES, property_of
 from reference.codec import MalformedCase, decode, encode
 
 FORMAT = 1
+
+
+class MalformedReproducer(WrongUse):
+    """Text that is no reproducer, or one of another program or version."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +53,30 @@ class Reproducer:
 
 
 def read(text: str) -> Reproducer:
-    """The reproducer in a line of JSON, or in a file of that name. Raises MalformedCase saying what is wrong."""
+    """The reproducer in a line of JSON, or in a file of that name. Raises MalformedReproducer saying what is wrong."""
     stripped = text.strip()
     if not stripped.startswith("{"):
         path = Path(stripped)
         if not path.is_file():
-            raise MalformedCase(
+            raise MalformedReproducer(
                 f"{stripped[:80]!r} is neither a case in JSON nor a file: pass the line that a failure printed"
             )
         stripped = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
         data = json.loads(stripped)
     except json.JSONDecodeError as error:
-        raise MalformedCase(f"not JSON ({error}): pass the whole line, between single quotes") from error
+        raise MalformedReproducer(f"not JSON ({error}): pass the whole line, between single quotes") from error
     if not isinstance(data, dict) or "shardproof" not in data:
-        raise MalformedCase('this is no case of shardproof: the key "shardproof" is missing')
+        raise MalformedReproducer('this is no case of shardproof: the key "shardproof" is missing')
     if data["shardproof"] != FORMAT:
-        raise MalformedCase(f"this case has format {data['shardproof']!r}; this version reads format {FORMAT}")
+        raise MalformedReproducer(f"this case has format {data['shardproof']!r}; this version reads format {FORMAT}")
     for key in ("candidate", "subject"):
         if not isinstance(data.get(key), str):
-            raise MalformedCase(f"the key {key!r} holds {data.get(key)!r}; expected a name")
+            raise MalformedReproducer(f"the key {key!r} holds {data.get(key)!r}; expected a name")
     if data["subject"] not in PROPERTIES:
-        raise MalformedCase(f"unknown subject {data['subject']!r}; expected one of {', '.join(PROPERTIES)}")
-    case = decode(property_of(data["subject"]).case_type, data.get("case"))
+        raise MalformedReproducer(f"unknown subject {data['subject']!r}; expected one of {', '.join(PROPERTIES)}")
+    try:
+        case: Any = decode(property_of(data["subject"]).case_type, data.get("case"))
+    except MalformedCase as error:
+        raise MalformedReproducer(str(error)) from error
     return Reproducer(data["candidate"], data["subject"], case)

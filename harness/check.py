@@ -13,15 +13,19 @@ from harness.bench import Bench
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
 from harness.events import Failure
-from harness.find import spec_of
+from harness.find import Spec, spec_of
 from harness.properties import property_of
 from harness.report.terminal import print_failure
 
 
-@functools.cache
 def bench_of(candidate: str | type[Candidate]) -> Bench:
     """The ranks of a candidate, started when first asked and kept until the process ends."""
-    bench = Bench(spec_of(candidate))
+    return _bench(spec_of(candidate))
+
+
+@functools.cache
+def _bench(spec: Spec) -> Bench:
+    bench = Bench(spec)
     atexit.register(bench.close)
     return bench
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from harness.errors import WrongUse
+
 EXIT_CODES = (
     "Exit codes: 0 all that was asked ran and holds; 1 a fault in a candidate; "
     "2 wrong use or our own fault; 3 nothing ran."
@@ -21,8 +23,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
-            # UnknownCandidate, UnknownSubject, MalformedCase, an invalid mesh ...: all say what to do.
+        except WrongUse as error:
             raise click.UsageError(str(error)) from error
 
 
@@ -163,9 +164,12 @@ def mesh(sizes: str, order: str | None, world: int | None) -> None:
     from harness.report.mesh_table import print_mesh
     from reference.mesh import Mesh
 
-    made = Mesh.parse(sizes, order)
-    if world is not None:
-        made.require_world(world)
+    try:
+        made = Mesh.parse(sizes, order)
+        if world is not None:
+            made.require_world(world)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     print_mesh(Console(), made)
 
 

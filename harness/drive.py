@@ -146,7 +146,7 @@ def _run(
         gradient = exercise.local(micro_batch.output_grad, sharded.outputs.get(_base(first)))
         purity.watch("the gradient of the output", gradient)
         with phase(f"backward of {where}"):
-            consumed.backward(gradient)
+            torch.autograd.backward(consumed, gradient)
     for name, value in inputs.items():
         tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(value.grad)
     purity.check()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
-from hypothesis.internal.conjecture import providers
 
 from harness.bench import Bench, Trial
 from harness.case_file import Reproducer
+from harness.draws import register
 from harness.events import Failure, Row
 from harness.polish import polish
 from harness.properties.base import Property
@@ -102,8 +100,7 @@ def search(
 
     test = hypothesis.seed(limits.seed)(_settings(limits)(hypothesis.given(subject.cases(scope))(judge)))
     try:
-        with reproducible_draws():
-            test()
+        test()
     except _OutOfTime:
         stopped = f"the time budget of {limits.time_budget:g} s is used up"
     except Fault as fault:
@@ -137,19 +134,6 @@ def _polished(
     return best
 
 
-@contextlib.contextmanager
-def reproducible_draws() -> Iterator[None]:
-    """Hypothesis mixes constants from the sources of "local" modules into what it draws, so that the same seed would
-    draw other cases from a checkout than from an installed package. Without them the seed alone decides."""
-    if not hasattr(providers, "_get_local_constants"):
-        yield
-        return
-    nothing = providers.Constants()
-    with mock.patch.object(providers, "_get_local_constants", return_value=nothing):
-        providers.CONSTANTS_CACHE.cache.clear()
-        yield
-
-
 def _settings(limits: Limits) -> hypothesis.settings:
     return hypothesis.settings(
         max_examples=limits.examples,
@@ -161,7 +145,7 @@ def _settings(limits: Limits) -> hypothesis.settings:
         verbosity=Verbosity.quiet,
         print_blob=False,
         report_multiple_bugs=True,
-        backend="hypothesis",
+        backend=register(),
     )
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.candidate import Candidate
+from harness.errors import WrongUse
 
 ENTRY_POINTS = "shardproof.candidates"
 
 
-class UnknownCandidate(ValueError):
+class UnknownCandidate(WrongUse):
     """No such candidate; the message says what was looked for and what there is."""
 
 

@@ -19,7 +19,7 @@ def new_group(mesh: Mesh, axes: str | Sequence[str]) -> dist.ProcessGroup:
     Raises ValueError where the mesh does not fit the world.
     """
     mesh.require_world(dist.get_world_size())
-    mine = None
+    mine: dist.ProcessGroup | None = None
     for ranks in as_lists(mesh.groups(axes)):
         group = dist.new_group(ranks)
         mine = group if dist.get_rank() in ranks else mine

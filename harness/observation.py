@@ -36,4 +36,4 @@ class Observation:
     tensors: Mapping[str, LocalTensor | None] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     side_effects: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[Any, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The last step of shrinking, with knowledge of the subject.
 
-Hypothesis changes one draw at a time, so it cannot go from three ranks and four features to two ranks and three. A subject
-proposes simpler cases, the simplest first, and the first that fails in the same way takes the place of the old one.
+Hypothesis changes one draw at a time, so it cannot go from three ranks and four features to two ranks and three. A
+subject proposes simpler cases, the simplest first, and the first that fails in the same way takes the place of the old.
 """
 
 from __future__ import annotations

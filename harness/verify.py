@@ -12,6 +12,7 @@ from harness.bench import Bench, CandidateUnusable
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
 from harness.engine import Limits, search
+from harness.errors import WrongUse
 from harness.events import (
     CandidateDescribed,
     CaseJudged,
@@ -30,12 +31,12 @@ from harness.properties.base import Property
 from harness.verdict import Verdict
 from harness.world import max_world as machine_limit
 from harness.world import warm_up
-from reference.dtypes import format_of
+from reference.dtypes import FORMATS
 
 FAILURES = Path(".shardproof") / "failures"
 
 
-class WorldTooLarge(ValueError):
+class WorldTooLarge(WrongUse):
     """More ranks are asked for than this machine can run."""
 
 
@@ -59,8 +60,7 @@ def verify(
     time_budget: seconds for the whole run. deadline: seconds for one case. save: the folder for failing cases.
     listen: called with every event.
 
-    Returns the rows. Raises ValueError (UnknownCandidate, UnknownSubject, WorldTooLarge and others), before anything
-    runs, for what cannot be asked for.
+    Returns the rows. Raises WrongUse, before anything runs, for what cannot be asked for.
     """
     specs = [spec_of(candidate) for candidate in candidates]
     chosen = [property_of(subject) for subject in (PROPERTIES if subjects is None else subjects)]
@@ -69,9 +69,15 @@ def verify(
     listen(RunStarted(seed, tuple(s.text for s in specs), tuple(p.subject for p in chosen), examples, max_world))
     warm_up(modules(specs))
     started, rows, libraries = time.monotonic(), [], {}
-    for spec in specs:
-        try:
-            with Bench(spec, deadline=deadline) as bench:
+    benches = {spec: _described(spec, deadline) for spec in specs}
+    for spec, bench in benches.items():
+        if isinstance(bench, CandidateUnusable):
+            for subject in chosen:
+                failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(bench.findings))
+                rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
+                listen(SubjectDone(rows[-1]))
+        else:
+            with bench:
                 libraries[spec.text] = _library(bench)
                 listen(CandidateDescribed(spec.text, libraries[spec.text]))
                 for number, subject in enumerate(chosen):
@@ -81,11 +87,6 @@ def verify(
                     row = _row(bench, subject, limits, max_world, dtypes, listen)
                     rows.append(_saved(row, save))
                     listen(SubjectDone(rows[-1]))
-        except CandidateUnusable as error:
-            for subject in chosen:
-                failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(error.findings))
-                rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
-                listen(SubjectDone(rows[-1]))
     done = RunDone(seed, tuple(rows), time.monotonic() - started, libraries)
     listen(done)
     return done
@@ -122,6 +123,13 @@ def _row(
     return search(bench, subject, scope, limits, lambda failing: listen(CaseJudged(name, subject.subject, failing)))
 
 
+def _described(spec: Spec, deadline: float) -> Bench | CandidateUnusable:
+    try:
+        return Bench(spec, deadline=deadline)
+    except CandidateUnusable as error:
+        return error
+
+
 def _saved(row: Row, folder: Path | str | None) -> Row:
     if folder is None or not row.failures:
         return row
@@ -150,22 +158,23 @@ def _check(
     deadline: float,
 ) -> None:
     if not specs:
-        raise ValueError("no candidate is given: name at least one, for example builtin")
+        raise WrongUse("no candidate is given: name at least one, for example builtin")
     for dtype in dtypes or ():
-        format_of(dtype)
+        if dtype not in FORMATS:
+            raise WrongUse(f"unknown dtype {dtype!r}: expected one of {', '.join(FORMATS)}")
     if examples < 1:
-        raise ValueError(f"examples is {examples}: expected at least 1")
+        raise WrongUse(f"examples is {examples}: expected at least 1")
     if time_budget is not None and time_budget <= 0:
-        raise ValueError(f"time_budget is {time_budget}: expected seconds above 0")
+        raise WrongUse(f"time_budget is {time_budget}: expected seconds above 0")
     if deadline <= 0:
-        raise ValueError(f"deadline is {deadline}: expected seconds above 0")
+        raise WrongUse(f"deadline is {deadline}: expected seconds above 0")
     require_world(max_world)
 
 
 def require_world(world: int) -> None:
     """Raises WorldTooLarge unless this machine can run so many ranks."""
     if world < 1:
-        raise ValueError(f"max_world is {world}: expected at least 1")
+        raise WrongUse(f"max_world is {world}: expected at least 1")
     limit = machine_limit()
     if world > limit.ranks:
         raise WorldTooLarge(

@@ -70,7 +70,7 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
     found = _expect(dict, data, where)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(found) - set(fields))
+    unknown = sorted(set(found) - set(fields), key=repr)
     missing = sorted(
         name
         for name, f in fields.items()

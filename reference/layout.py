@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 
 from reference.mesh import Mesh
 
+if TYPE_CHECKING:
+    import torch
+
 Axes: TypeAlias = str | tuple[str, ...]
 Rule = Literal["balanced", "chunk"]
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
+Array = TypeVar("Array", "np.ndarray", "torch.Tensor")
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,21 @@ Layout: TypeAlias = Placement | tuple[Placement, ...]
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """The layout as a tuple, ``Each`` first, without ``Whole``. Raises TypeError for anything else."""
+    """The layout as a tuple, ``Each`` first, without ``Whole``.
+
+    Raises TypeError for anything else, and ValueError where an axis cuts or sums twice: its ranks would not hold
+    every part of the tensor.
+    """
     parts = layout if isinstance(layout, tuple) else (layout,)
     for part in parts:
         if not isinstance(part, Whole | Split | Partial | Each):
             raise TypeError(f"{part!r} is not a layout: use Split(dim, axis), Whole(), Partial(axis) or Each(axis)")
-    return tuple(p for p in parts if isinstance(p, Each)) + tuple(p for p in parts if isinstance(p, Split | Partial))
+    cuts = tuple(p for p in parts if isinstance(p, Split | Partial))
+    named = [axis for p in cuts for axis in _axes(p)]
+    repeated = [axis for axis in named if named.count(axis) > 1]
+    if repeated:
+        raise ValueError(f"axis {repeated[0]!r} is used twice in {' and '.join(map(str, cuts))}: use each axis once")
+    return tuple(p for p in parts if isinstance(p, Each)) + cuts
 
 
 def cut(length: int, parts: int, rule: Rule = "balanced") -> tuple[int, ...]:
@@ -90,7 +101,9 @@ class Window:
 
     def take(self, tensor: Array) -> Array:
         """This window of the global tensor, a view."""
-        return tensor[(*self.lead, *(slice(start, start + length) for start, length in self.ranges))]
+        # The ellipsis keeps a numpy array an array where every dimension is indexed away.
+        index: tuple[Any, ...] = (*self.lead, *(slice(start, start + length) for start, length in self.ranges), ...)
+        return tensor[index]
 
     def global_index(self, local: Sequence[int]) -> tuple[int, ...]:
         """Where a local element lies in the global tensor."""
@@ -123,8 +136,12 @@ def partial_axes(layout: Layout) -> tuple[str, ...]:
     axes: list[str] = []
     for placement in placements(layout):
         if isinstance(placement, Partial):
-            axes += [placement.axis] if isinstance(placement.axis, str) else placement.axis
+            axes += _axes(placement)
     return tuple(axes)
+
+
+def _axes(placement: Split | Partial) -> tuple[str, ...]:
+    return (placement.axis,) if isinstance(placement.axis, str) else placement.axis
 
 
 def _piece(split: Split, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from reference.lattice import Result, Term, lattice_limits
 from reference.mesh import Mesh
 from reference.recipe import Recipe, fill
 
+Kind = Literal["column", "row"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -44,7 +45,7 @@ class LinearCase:
     """
 
     mesh: Mesh
-    kind: Literal["column", "row"]
+    kind: Kind
     in_features: int
     out_features: int
     leading: tuple[tuple[int, ...], ...] = ((1,),)

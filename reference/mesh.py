@@ -10,6 +10,7 @@ milliseconds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class Mesh:
         pairs: list[tuple[str, int]] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = part.partition("=")
-            if not equals or not size.strip().lstrip("-").isdigit():
+            if not equals or re.fullmatch("-?[0-9]{1,18}", size.strip()) is None:
                 raise ValueError(f"cannot read {part!r} as an axis: write AXIS=SIZE, for example tp=2,dp=3")
             pairs.append((name.strip(), int(size)))
         mesh = Mesh(tuple(pairs))
@@ -99,13 +100,14 @@ class Mesh:
 
     def axis_size(self, axes: str | Sequence[str]) -> int:
         """How many coordinates the axis (or the combined axes) has."""
-        return math.prod(dict(self.axes).get(name, 1) for name in _names(axes))
+        return math.prod(size for _, size in self._in_order(axes))
 
     def coordinates(self, ranks: int | Ranks | None = None) -> dict[str, Ranks]:
         """Each named axis' coordinate of the ranks (all of them by default), as int64 arrays of the ranks' shape."""
         rank = np.arange(self.size) if ranks is None else np.asarray(ranks, dtype=np.int64)
-        if rank.size and (rank.min() < 0 or rank.max() >= self.size):
-            raise ValueError(f"rank {rank.max()} is outside the mesh of {self.size} ranks")
+        outside = rank[(rank < 0) | (rank >= self.size)]
+        if outside.size:
+            raise ValueError(f"rank {outside.flat[0]} is outside the mesh of {self.size} ranks")
         result, stride = {}, 1
         for name, size in self.axes:
             result[name] = (rank // stride) % size
@@ -142,6 +144,7 @@ class Mesh:
 
     def group_of(self, rank: int, axes: str | Sequence[str]) -> tuple[int, ...]:
         """The ranks of this rank's group, ascending."""
+        self.coordinates(rank)  # refuses a rank outside the mesh
         groups = self.groups(axes)
         return tuple(int(r) for r in groups[(groups == rank).any(axis=1)][0])
 

@@ -56,7 +56,7 @@ def fill(recipe: Recipe, name: str, shape: tuple[int, ...], fmt: Format, limit: 
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     values = KINDS[recipe.kind](generator, shape, fmt, limit)
     # Round to the format under test: the expected values start from what the candidate can hold.
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(fmt.torch_dtype).to(torch.float64)
+    tensor = torch.from_numpy(np.asarray(values, order="C")).to(fmt.torch_dtype).to(torch.float64)
     if recipe.inject is not None and tensor.numel():
         tensor.view(-1)[recipe.at % tensor.numel()] = INJECTIONS[recipe.inject]
     return tensor
@@ -109,7 +109,7 @@ def _near_overflow(g: np.random.Generator, shape: tuple[int, ...], fmt: Format, 
 def _subnormal(g: np.random.Generator, shape: tuple[int, ...], fmt: Format, limit: int) -> Values:
     """Whole multiples of the format's smallest subnormal value, below its smallest normal one."""
     most = 2 ** (fmt.precision - 1) - 1
-    return g.integers(-most, most, size=shape, endpoint=True) * fmt.smallest
+    return g.integers(-most, most, size=shape, endpoint=True).astype(np.float64) * fmt.smallest
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...], Format, int], Values]] = {

@@ -14,16 +14,19 @@ LARGEST_PURE_WORLD = 10**6
 
 
 @st.composite
-def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | None = None) -> Mesh:
+def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | None = None, most: int = 3) -> Mesh:
     """A mesh of at most ``max_world`` ranks over some of the axes, in any order.
 
-    ``first`` names an axis that is always in it, and that gets its size before the others share what is left.
+    ``first`` names an axis that is always in it, and that gets its size before the others share what is left; at most
+    ``most`` others are named.
     """
     others = [axis for axis in axes if axis != first]
-    named = draw(st.lists(st.sampled_from(others), unique=True, max_size=3)) if others else []
+    named = draw(st.lists(st.sampled_from(others), unique=True, max_size=most)) if others else []
     room, sizes = max_world, []
     for axis in ([first] if first is not None else []) + named:
-        size = draw(st.integers(1, room))
+        # The axis that a subject is about: more often cut than not.
+        more = [2] if axis == first and room > 1 else []
+        size = draw(st.sampled_from([*range(1, room + 1), *more]) if more else st.integers(1, room))
         sizes.append((axis, size))
         room //= size
     order = draw(st.permutations(range(len(sizes)))) if len(sizes) > 1 else range(len(sizes))
@@ -59,7 +62,7 @@ def cases(scope: Scope) -> st.SearchStrategy[MeshCase]:
     if "group" in scope.parts:
         kinds.append(st.builds(MeshCase, meshes(scope.axes, scope.max_world), st.just(True)))
     if "group_ranks" in scope.parts:
-        small = meshes(scope.axes, 64)
-        large = meshes(scope.axes, LARGEST_PURE_WORLD)
+        small = meshes(scope.axes, 64, most=len(scope.axes))
+        large = meshes(scope.axes, LARGEST_PURE_WORLD, most=len(scope.axes))
         kinds.append(st.builds(MeshCase, small | large, st.just(False)))
     return st.one_of(kinds)

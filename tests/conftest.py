@@ -9,8 +9,10 @@ from pathlib import Path
 import hypothesis
 from hypothesis import HealthCheck
 
+from harness.draws import register
+
 # Ranks of a case start processes and wait for each other: how long an example takes says nothing about the code.
-COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "backend": register()}
 
 hypothesis.settings.register_profile("dev", max_examples=50, **COMMON)
 hypothesis.settings.register_profile("ci", max_examples=100, derandomize=True, print_blob=True, **COMMON)

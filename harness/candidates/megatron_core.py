@@ -1,10 +1,10 @@
 """Megatron-Core's layers and process groups, on CPU.
 
-Megatron-Core asks torch.cuda for the current device where it allocates communication buffers. On a machine without a GPU
-that answer is patched to "cpu", in the rank process only; nothing else of the library is touched.
+Megatron-Core asks torch.cuda for the current device where it allocates communication buffers. On a machine without a
+GPU that answer is patched to "cpu", in the rank process only; nothing else of the library is touched.
 
-Not offered: uneven features (refused by its ``divide``), main_grad (a CUDA kernel of APEX), expert parallelism as an axis
-of the default mesh (it has a mesh of its own).
+Not offered: uneven features (refused by its ``divide``), main_grad (a CUDA kernel of APEX), expert parallelism as an
+axis of the default mesh (it has a mesh of its own).
 """
 
 from __future__ import annotations

@@ -66,15 +66,15 @@ def replicas_disagree(
     name: str, layout: Layout, mesh: Mesh, observed: Sequence[Observation], shape: tuple[int, ...]
 ) -> Finding | None:
     """The first rank whose copy of a replicated tensor is not bit-identical with the first copy, or None."""
-    if partial_axes(layout):
-        return None
+    partial = partial_axes(layout)
     first: dict[Any, tuple[int, Values]] = {}
     for rank, observation in enumerate(observed):
         local = observation.tensors.get(name)
         if local is None or local.values is None:
             continue
         part = window(shape, layout, mesh, rank)
-        other, values = first.setdefault((part.lead, part.ranges), (rank, local.values))
+        summand = mesh.coordinate(rank, partial)
+        other, values = first.setdefault((part.lead, part.ranges, summand), (rank, local.values))
         if not same_bits(values, local.values):
             return Finding(
                 "disagree",
@@ -97,7 +97,7 @@ def _form(local: LocalTensor | None, part: Window, dtype: str) -> str | None:
     if local is None:
         return "is missing"
     if local.values is None:
-        return local.problem
+        return local.problem or "holds no values"
     if local.values.shape != part.shape:
         return f"has local shape {local.values.shape}; expected {part.shape}"
     if local.dtype != dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.errors import WrongUse
 from harness.properties.base import Property
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
@@ -11,7 +12,7 @@ from harness.properties.mesh import MESH
 PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, LINEAR)}
 
 
-class UnknownSubject(ValueError):
+class UnknownSubject(WrongUse):
     """No such subject; the message names the known ones."""
 
 

@@ -19,6 +19,8 @@ from harness.world import RankContext
 from reference.mesh import MeshCase, Ranks, expected_groups
 
 Groups = dict[tuple[str, ...], Ranks]
+#: What a rank found of its groups: member ranks, name, and what their collectives gave.
+Facts = dict[tuple[str, ...], dict[str, Any]]
 
 
 def on_rank(context: RankContext, spec: Spec, case: MeshCase) -> Observation:
@@ -39,11 +41,11 @@ def _pure(session: Session, case: MeshCase) -> Observation:
 
 def _live(session: Session, case: MeshCase) -> Observation:
     candidate = session.on(case.mesh)
-    groups, facts = {}, {}
+    groups, facts = {}, Facts()
     for axes in expected_groups(case.mesh):
         with phase(f"group of {'-'.join(axes)}"):
             group = candidate.group(axes)
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            if isinstance(group, dist.ProcessGroup):
                 facts[axes] = {"ranks": tuple(dist.get_process_group_ranks(group)), "name": group.group_name}
                 groups[axes] = group
     # Only collectives that cannot cross-talk are started: a wrong answer is better than a hang.
@@ -53,8 +55,8 @@ def _live(session: Session, case: MeshCase) -> Observation:
     return Observation(facts=facts)
 
 
-def _exchange(facts: dict[tuple[str, ...], dict[str, Any]]) -> list[dict[tuple[str, ...], dict[str, Any]]]:
-    everyone: list[dict[tuple[str, ...], dict[str, Any]]] = [{} for _ in range(dist.get_world_size())]
+def _exchange(facts: Facts) -> list[Facts]:
+    everyone: list[Facts] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, facts)
     return everyone
 
@@ -68,7 +70,7 @@ def _use(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"gathered": tuple(int(t) for t in gathered), "sum": int(total)}
 
 
-def _problems(case: MeshCase, everyone: Sequence[dict[tuple[str, ...], dict[str, Any]]]) -> list[Finding]:
+def _problems(case: MeshCase, everyone: Sequence[Facts]) -> list[Finding]:
     """What is wrong with the groups as they are, before any collective."""
     findings = []
     members_of: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -103,7 +105,7 @@ def _names_differ(
     case: MeshCase,
     axes: tuple[str, ...],
     want: dict[int, tuple[int, ...]],
-    everyone: Sequence[dict[tuple[str, ...], dict[str, Any]]],
+    everyone: Sequence[Facts],
 ) -> list[Finding]:
     for rank, members in want.items():
         first = members[0]

@@ -118,7 +118,8 @@ class Crew:
                         raise WorldError(f"{self._name(rank)} could not start: {why.message}\n{why.traceback}")
                     case None if rank in self.codes:
                         raise WorldError(f"{self._name(rank)} could not start: {self.how_ended(rank)}")
-            if not waiting:
+            # The server's word of a rank may come after the rank's own.
+            if not waiting and len(self.pids) == self.world_size:
                 break
             if time.monotonic() > end:
                 raise WorldError(f"ranks {sorted(waiting)} did not start within {patience:.0f} s")
