@@ -99,6 +99,7 @@ class Candidate:
     token_dims: how many token dimensions come before the features.
     initialization: ``full`` (concatenated shards equal the one-process initialisation for the same seed),
         ``per_rank`` (shards differ), or None (left to the caller, not checked).
+    largest_mesh: the most ranks for which `group_ranks` is fast enough to be called.
     meshes_at_once: how many meshes may be open in one process, each with an instance of its own.
     """
 
@@ -110,6 +111,7 @@ class Candidate:
     uneven: Rule = "balanced"
     token_dims: Sequence[int] = (1, 2, 3)
     initialization: Literal["full", "per_rank"] | None = None
+    largest_mesh: int = 10**6
     meshes_at_once: int = 4
 
     def __init__(self, variant: str | None = None) -> None:

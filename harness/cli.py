@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from harness.errors import WrongUse
+from harness.world import Terminated
 
 EXIT_CODES = (
     "Exit codes: 0 all that was asked ran and holds; 1 a fault in a candidate; "
@@ -23,6 +24,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except Terminated as signal:
+            ctx.exit(signal.exit_code)
         except WrongUse as error:
             raise click.UsageError(str(error)) from error
 

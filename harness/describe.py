@@ -63,6 +63,7 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         supports=supports,
         uneven=candidate.uneven,
         token_dims=token_dims,
+        largest_mesh=int(candidate.largest_mesh),
         initialization=candidate.initialization,
     )
 

@@ -103,7 +103,8 @@ class Window:
         """This window of the global tensor, a view."""
         # The ellipsis keeps a numpy array an array where every dimension is indexed away.
         index: tuple[Any, ...] = (*self.lead, *(slice(start, start + length) for start, length in self.ranges), ...)
-        return tensor[index]
+        part: Array = tensor[index]
+        return part
 
     def global_index(self, local: Sequence[int]) -> tuple[int, ...]:
         """Where a local element lies in the global tensor."""

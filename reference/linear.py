@@ -78,6 +78,8 @@ class LinearCase:
             raise ValueError(f"axis {self.axis!r} is not the default group: the layer must be given an explicit group")
         if self.sequence_parallel and (self.gather_output or not self.input_is_parallel):
             raise ValueError("sequence_parallel goes with neither gather_output nor input_is_parallel=False")
+        if self.skip_bias_add and not self.bias:
+            raise ValueError("skip_bias_add goes only with bias: there is none to return")
 
     @property
     def format(self) -> Format:

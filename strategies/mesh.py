@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from reference.mesh import Mesh, MeshCase
 from strategies.scope import Scope
 
-LARGEST_PURE_WORLD = 10**6
-
 
 @st.composite
 def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | None = None, most: int = 3) -> Mesh:
@@ -21,16 +19,27 @@ def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | 
     ``most`` others are named.
     """
     others = [axis for axis in axes if axis != first]
-    named = draw(st.lists(st.sampled_from(others), unique=True, max_size=most)) if others else []
-    room, sizes = max_world, []
-    for axis in ([first] if first is not None else []) + named:
+    room = max_world
+    sizes: list[tuple[str, int]] = []
+
+    def add(axis: str) -> None:
+        nonlocal room
         # The axis that a subject is about: more often cut than not.
         more = [2] if axis == first and room > 1 else []
         size = draw(st.sampled_from([*range(1, room + 1), *more]) if more else st.integers(1, room))
-        sizes.append((axis, size))
+        sizes.insert(draw(st.integers(0, len(sizes))), (axis, size))
         room //= size
-    order = draw(st.permutations(range(len(sizes)))) if len(sizes) > 1 else range(len(sizes))
-    return Mesh(tuple(sizes[i] for i in order))
+
+    if first is not None:
+        add(first)
+    # All that belongs to an axis is drawn together, so that shrinking can leave it out.
+    for _ in range(min(most, len(others))):
+        if draw(st.integers(0, 2)) == 0:
+            break
+        axis = draw(st.sampled_from(others))
+        others.remove(axis)
+        add(axis)
+    return Mesh(tuple(sizes))
 
 
 def smaller_meshes(mesh: Mesh, keep: str | None = None) -> Iterator[Mesh]:
@@ -56,13 +65,13 @@ def simpler(case: MeshCase, scope: Scope) -> Iterator[MeshCase]:
 
 
 def cases(scope: Scope) -> st.SearchStrategy[MeshCase]:
-    """Live meshes within the world limit where the candidate makes groups, and pure ones of up to 10^6 ranks where it
-    computes them."""
+    """Live meshes within the world limit where the candidate makes groups, and pure ones of up to
+    ``largest_mesh`` ranks where it computes them."""
     kinds: list[st.SearchStrategy[MeshCase]] = []
     if "group" in scope.parts:
         kinds.append(st.builds(MeshCase, meshes(scope.axes, scope.max_world), st.just(True)))
     if "group_ranks" in scope.parts:
-        small = meshes(scope.axes, 64, most=len(scope.axes))
-        large = meshes(scope.axes, LARGEST_PURE_WORLD, most=len(scope.axes))
+        small = meshes(scope.axes, min(64, scope.largest_mesh), most=len(scope.axes))
+        large = meshes(scope.axes, scope.largest_mesh, most=len(scope.axes))
         kinds.append(st.builds(MeshCase, small | large, st.just(False)))
     return st.one_of(kinds)

@@ -13,12 +13,14 @@ from reference.mesh import AXES
 class Scope:
     """Limits on the cases of one candidate.
 
-    max_world: the largest number of ranks. dtypes: format names. axes: mesh axes that may be above 1. parts: the
-    candidate's methods. features: the optional features that it supports. uneven: how it cuts what is not divisible.
-    token_dims: how many token dimensions a layer's input may have. checks_initialization: whether it declares one.
+    max_world: the largest number of ranks. largest_mesh: likewise where groups are only computed. dtypes: format names.
+    axes: mesh axes that may be above 1. parts: the candidate's methods. features: the optional features that it
+    supports. uneven: how it cuts what is not divisible. token_dims: how many token dimensions a layer's input may have.
+    checks_initialization: whether it declares one.
     """
 
     max_world: int = 4
+    largest_mesh: int = 10**6
     dtypes: tuple[str, ...] = tuple(FORMATS)
     axes: tuple[str, ...] = AXES
     parts: frozenset[str] = frozenset()

@@ -57,6 +57,7 @@ class MegatronCore(WithKnownFaults):
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
+    largest_mesh = 2048  # it enumerates ranks one by one in Python
     meshes_at_once = 1  # its groups are module globals
 
     def open(self, mesh: Mesh) -> None:

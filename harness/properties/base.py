@@ -28,6 +28,7 @@ class Description:
     supports: frozenset[str] = frozenset()
     uneven: Rule = "balanced"
     token_dims: tuple[int, ...] = (1, 2, 3)
+    largest_mesh: int = 10**6
     initialization: Literal["full", "per_rank"] | None = None
 
     def scope(self, max_world: int, dtypes: Sequence[str] | None) -> Scope:
@@ -35,6 +36,7 @@ class Description:
         wanted = self.dtypes if dtypes is None else tuple(d for d in self.dtypes if d in dtypes)
         return Scope(
             max_world=max_world,
+            largest_mesh=self.largest_mesh,
             dtypes=wanted,
             axes=self.axes,
             parts=self.methods,

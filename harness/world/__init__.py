@@ -11,7 +11,7 @@ from harness.world.outcome import Blocked, Died, Ending, NotOk, Outcome, Raised,
 from harness.world.pending import Pending
 from harness.world.pool import Pool
 from harness.world.pools import Pools
-from harness.world.signals import terminate_cleanly
+from harness.world.signals import Terminated, terminate_cleanly
 
 __all__ = [
     "Blocked",
@@ -25,6 +25,7 @@ __all__ = [
     "Raised",
     "RankContext",
     "Returned",
+    "Terminated",
     "WorldError",
     "WorldLimit",
     "max_world",

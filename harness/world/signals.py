@@ -7,8 +7,19 @@ from types import FrameType
 from typing import NoReturn
 
 
+class Terminated(BaseException):
+    """A signal asks this process to end. No SystemExit: Hypothesis would take that for a failing test.
+
+    ``exit_code`` is what a shell reports for the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by signal {number}")
+        self.exit_code = 128 + number
+
+
 def terminate_cleanly() -> None:
-    """Turns SIGTERM into SystemExit(143), so that ``with`` and ``finally`` run; for a command's main thread.
+    """Turns SIGTERM into Terminated, so that ``with`` and ``finally`` run; for a command's main thread.
 
     A library must not do this to its caller, and ranks do not need it: they end with their parent, however it ends.
     """
@@ -16,4 +27,4 @@ def terminate_cleanly() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+    raise Terminated(number)

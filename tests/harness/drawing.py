@@ -1,0 +1,76 @@
+"""What the pure tests draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import strategies.linear
+from reference.layout import Each, Layout, Partial, Placement, Split, Whole
+from reference.mesh import AXES, Mesh
+from strategies.mesh import meshes
+from strategies.scope import Scope
+
+#: Everything that may be drawn.
+FULL = Scope(
+    max_world=8,
+    parts=frozenset({"column_linear", "row_linear", "group", "group_ranks"}),
+    features=frozenset(strategies.linear.FEATURES),
+    checks_initialization=True,
+)
+
+small_meshes = meshes(AXES, 24, most=len(AXES))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A global tensor of distinct values and the way it is cut."""
+
+    mesh: Mesh
+    layout: Layout
+    values: NDArray[np.float64]
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that no placement names."""
+        parts = self.layout if isinstance(self.layout, tuple) else (self.layout,)
+        named = {axis for p in parts if not isinstance(p, Whole) for axis in _axes(p)}
+        return tuple(name for name in self.mesh.names if name not in named)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, partial: bool = False, smallest: int = 0, copies: bool = False) -> Cut:
+    """A tensor over a mesh, each of whose axes splits, lists, sums (where ``partial``) or replicates.
+
+    ``smallest`` is the least length of a dimension; with ``copies`` every part is on several ranks.
+    """
+    mesh = draw(small_meshes)
+    if copies:
+        others = [(name, size) for name, size in mesh.axes if name != "dp"]
+        others.insert(draw(st.integers(0, len(others))), ("dp", draw(st.integers(2, 3))))
+        mesh = Mesh(tuple(others))
+    shape = draw(st.lists(st.integers(smallest, 7), min_size=1, max_size=3))
+    each: list[Placement] = []
+    cutting: list[Placement] = []
+    listed: list[int] = []
+    for axis in draw(st.permutations([name for name in mesh.names if not (copies and name == "dp")])):
+        role = draw(st.sampled_from(["split", "each", "replica", *["partial"] * partial]))
+        if role == "split":
+            dim = draw(st.integers(-len(shape), len(shape) - 1))
+            cutting.append(Split(dim, axis, rule=draw(st.sampled_from(["balanced", "chunk"]))))
+        elif role == "partial":
+            cutting.append(Partial((axis,)))
+        elif role == "each":
+            each.append(Each(axis))
+            listed.append(mesh.axis_size(axis))
+    parts: tuple[Placement, ...] = (*cutting, *each)
+    whole = (*listed, *shape)
+    values = np.arange(1.0, 1.0 + np.prod(whole, dtype=int)).reshape(whole)
+    return Cut(mesh, parts[0] if len(parts) == 1 else parts or Whole(), values)
+
+
+def _axes(placement: Split | Partial | Each) -> tuple[str, ...]:
+    return (placement.axis,) if isinstance(placement.axis, str) else placement.axis

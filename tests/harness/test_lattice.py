@@ -1,0 +1,122 @@
+"""Lattice data: sums of products are exact in the dtype itself, in any order and however they are split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from drawing import FULL
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.lattice import LARGEST_USEFUL, Result, Term, bound, lattice_limits
+from reference.linear import LinearCase, LinearRecipes, expected, results, tensors
+from reference.mesh import Mesh
+from reference.recipe import Recipe
+from strategies.linear import cases
+
+roles = st.sampled_from(["a", "b", "c"])
+terms = st.builds(Term, st.integers(1, 12), st.lists(roles, min_size=1, max_size=2).map(tuple))
+some_results = st.lists(st.lists(terms, min_size=1, max_size=2).map(tuple), min_size=1, max_size=4)
+
+
+def summed(terms_first: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    """The sum over the first dimension, rounded after every addition, in a random order, split at random places."""
+    order = torch.from_numpy(rng.permutation(len(terms_first)))
+    places = np.sort(rng.integers(0, len(order) + 1, size=rng.integers(0, 8)))
+    partials = [one_by_one(terms_first[piece]) for piece in torch.tensor_split(order, places.tolist())]
+    return one_by_one(torch.stack([partials[i] for i in rng.permutation(len(partials))]))
+
+
+def one_by_one(terms_first: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(terms_first[0]) if len(terms_first) else terms_first.sum(0)
+    for term in terms_first:
+        total = total + term
+    return total
+
+
+def in_dtype(case: LinearCase, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """What `expected` computes, in the case's dtype, rounding after every operation."""
+    made = {name: t.to(case.format.torch_dtype) for name, t in tensors(case).items()}
+    weight, out = made["weight"], {}
+    products, grads = [], []
+    for m, dims in enumerate(case.leading):
+        x = made[f"input[{m}]"].flatten(1, -2)
+        g = made[f"output[{m}].grad"].flatten(1, -2)
+        forward = x.movedim(-1, 0)[..., None] * weight.T[:, None, None, :]  # [I, R, T, O]
+        if case.bias and not case.skip_bias_add:
+            forward = torch.cat([forward, made["bias"].expand(1, *forward.shape[1:])])
+        out[f"output[{m}]"] = summed(forward, rng).reshape(case.replicas, *dims, -1)
+        backward = g.movedim(-1, 0)[..., None] * weight[:, None, None, :]  # [O, R, T, I]
+        out[f"input[{m}].grad"] = summed(backward, rng).reshape(case.replicas, *dims, -1)
+        products.append((g[..., None] * x[..., None, :]).movedim(1, 0))  # [T, R, O, I]
+        grads.append(g.movedim(1, 0))
+    out["weight.grad"] = summed(torch.cat(products), rng)
+    out["bias.grad"] = summed(torch.cat(grads), rng)
+    return out
+
+
+def wrong(case: LinearCase, rng: np.random.Generator) -> list[str]:
+    """The results that are not exact."""
+    got = in_dtype(case, rng)
+    want = {name: t for name, t in expected(case, tensors(case)).items() if t is not None and name in got}
+    return [name for name, t in want.items() if not torch.equal(got[name].to(torch.float64), t)]
+
+
+@given(cases(FULL), st.integers(0, 2**32))
+def test_linear_layers_are_exact_in_every_dtype(case: LinearCase, seed: int) -> None:
+    assert wrong(case, np.random.default_rng(seed)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("sizes", [(255, 256, 1), (12, 12, 256), (100, 7, 31)])
+def test_sums_as_large_as_can_be_are_exact(dtype: str, sizes: tuple[int, int, int]) -> None:
+    """All of one sign, so that the sums reach their bounds."""
+    inside, outside, tokens = sizes
+    same_sign = LinearRecipes(*[Recipe("constant_per_rank")] * 4)
+    for recipes in (LinearRecipes(), same_sign):
+        case = LinearCase(
+            Mesh.of(tp=1), "row", inside, outside, ((tokens,),), dtype=dtype, bias=True, recipes=recipes
+        )
+        assert wrong(case, np.random.default_rng(0)) == []
+
+
+def test_with_larger_limits_bf16_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase(Mesh.of(tp=1, dp=64), "column", 2, 2, ((2,),), dtype="bf16")
+    assert wrong(case, np.random.default_rng(0)) == []
+
+    def too_large(found: Sequence[Result], precision: int) -> dict[str, int]:
+        return {name: 2 * limit for name, limit in lattice_limits(found, precision).items()}
+
+    monkeypatch.setattr("reference.linear.lattice_limits", too_large)
+    assert set(wrong(case, np.random.default_rng(0))) == {"output[0]", "input[0].grad", "weight.grad"}
+
+
+@pytest.mark.parametrize(("count", "limit"), [(9, 28), (32, 8), (256, 1)])
+def test_the_limit_of_a_sum_is_the_last_that_is_exact(count: int, limit: int) -> None:
+    """With one more, a sum can be 257, which bf16 does not hold."""
+    assert lattice_limits([(Term(count, ("a",)),)], 8) == {"a": limit}
+    values = [limit] * count
+    for _ in range(257 - sum(values)):
+        values[values.index(limit)] += 1
+    assert sum(values) == 257
+    assert max(values) == limit + 1
+    assert float(one_by_one(torch.tensor(values, dtype=torch.bfloat16))) != 257
+
+
+@given(some_results, st.sampled_from([8, 11, 24, 53]))
+def test_limits_fit_and_no_limit_could_be_larger(found: list[Result], precision: int) -> None:
+    limits = lattice_limits(found, precision)
+    assert set(limits) == {name for result in found for term in result for name in term.factors}
+    assert all(bound(result, limits) <= 2**precision for result in found)
+    for name, limit in limits.items():
+        larger = {**limits, name: limit + 1}
+        assert limit == LARGEST_USEFUL or any(bound(result, larger) > 2**precision for result in found)
+
+
+def test_too_many_terms_are_refused() -> None:
+    case = LinearCase(Mesh.of(tp=1), "row", 256, 1, dtype="bf16")
+    with pytest.raises(ValueError, match="a sum of 257 terms cannot be exact with 8 significand bits: at most 256 terms"):
+        lattice_limits(results(case), 8)
