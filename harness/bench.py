@@ -15,7 +15,7 @@ from harness.find import Spec, UnknownCandidate, spec_of
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
-from harness.world import Outcome, Pools
+from harness.world import Outcome, Pool, Pools
 from reference.codec import encode
 
 
@@ -47,6 +47,7 @@ class Bench:
     def __init__(self, spec: Spec | str, *, deadline: float = 30.0, quiet: float = 2.0) -> None:
         self.spec = spec_of(spec) if isinstance(spec, str) else spec
         self.deadline = deadline
+        self._opened: dict[int, set[Any]] = {}
         self._pools = Pools(deadline=deadline, quiet=quiet, preload=modules([self.spec]))
         try:
             self.description = self._describe()
@@ -80,6 +81,18 @@ class Bench:
             return second
         return Trial(Verdict(tuple(_flaky(first))), first.history)
 
+    def _pool_for(self, world: int, mesh: Any) -> Pool:
+        """The pool of this world, with fresh ranks where they have as many meshes open as the candidate bears.
+
+        Fresh ranks cost less than closing: destroying the gloo groups of one mesh takes as long as starting four ranks.
+        """
+        pool, opened = self._pools.get(world), self._opened.setdefault(world, set())
+        if mesh not in opened and len(opened) >= self.description.meshes_at_once:
+            pool.restart()
+            opened.clear()
+        opened.add(mesh)
+        return pool
+
     def _describe(self) -> Description:
         outcome = self._pools.get(1).run(describe.on_rank, self.spec, label="describe")
         refused = rejection_of(outcome)
@@ -97,7 +110,7 @@ class Bench:
         expected: Any = None
         history: tuple[str, ...] = ()
         for number, run in enumerate(runs):
-            pool = self._pools.get(subject.world(run))
+            pool = self._pool_for(subject.world(run), getattr(run, "mesh", None))
             pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)))
             if number == 0:
                 # The parent works while the ranks do.

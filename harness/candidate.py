@@ -100,7 +100,8 @@ class Candidate:
     initialization: ``full`` (concatenated shards equal the one-process initialisation for the same seed),
         ``per_rank`` (shards differ), or None (left to the caller, not checked).
     largest_mesh: the most ranks for which `group_ranks` is fast enough to be called.
-    meshes_at_once: how many meshes may be open in one process, each with an instance of its own.
+    meshes_at_once: how many meshes may be open in one process, each with an instance of its own; ranks that have opened
+        so many are replaced by fresh ones.
     """
 
     name: ClassVar[str] = ""
@@ -112,7 +113,7 @@ class Candidate:
     token_dims: Sequence[int] = (1, 2, 3)
     initialization: Literal["full", "per_rank"] | None = None
     largest_mesh: int = 10**6
-    meshes_at_once: int = 4
+    meshes_at_once: int = 8
 
     def __init__(self, variant: str | None = None) -> None:
         if variant is not None:
@@ -123,9 +124,6 @@ class Candidate:
 
     def activate(self) -> None:
         """Called on every rank before a case: make this instance's mesh the current one, if it is a global."""
-
-    def close(self) -> None:
-        """Called on every rank when the harness is done with a mesh. Groups left from `open` are destroyed after."""
 
     # What a candidate may offer, declared for the signatures: `offers` asks whether the class overrides them.
 

@@ -64,6 +64,7 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         uneven=candidate.uneven,
         token_dims=token_dims,
         largest_mesh=int(candidate.largest_mesh),
+        meshes_at_once=max(1, int(candidate.meshes_at_once)),
         initialization=candidate.initialization,
     )
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from harness.candidate import Candidate, NotOffered
 from harness.find import Spec, load
@@ -39,7 +35,7 @@ class Session:
         with phase("import"):
             self.kind = load(spec)
         self.variant = spec.variant
-        self._open: OrderedDict[Mesh, tuple[Candidate, set[dist.ProcessGroup]]] = OrderedDict()
+        self._open: dict[Mesh, Candidate] = {}
 
     @staticmethod
     def of(context: RankContext, spec: Spec) -> Session:
@@ -55,32 +51,12 @@ class Session:
 
     def on(self, mesh: Mesh) -> Candidate:
         """The instance for this mesh, opened and active."""
-        if mesh in self._open:
-            self._open.move_to_end(mesh)
-            candidate = self._open[mesh][0]
-        else:
+        candidate = self._open.get(mesh)
+        if candidate is None:
             candidate = self.make()
-            while len(self._open) >= max(1, candidate.meshes_at_once):
-                self._close(*self._open.popitem(last=False)[1])
-            before = _groups()
             with phase("open"):
                 candidate.open(mesh)
-            self._open[mesh] = candidate, _groups() - before
+            self._open[mesh] = candidate
         with phase("activate"):
             candidate.activate()
         return candidate
-
-    @staticmethod
-    def _close(candidate: Candidate, made: set[dist.ProcessGroup]) -> None:
-        with phase("close"):
-            candidate.close()
-        for group in _in_order_of_creation(made & _groups()):
-            dist.destroy_process_group(group)
-
-
-def _groups() -> set[dist.ProcessGroup]:
-    return set(distributed_c10d._world.pg_map)
-
-
-def _in_order_of_creation(groups: set[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    return [group for group in distributed_c10d._world.pg_map if group in groups]

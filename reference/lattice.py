@@ -7,6 +7,7 @@ most 2^p, and no operation rounds.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ def lattice_limits(results: Sequence[Result], precision: int) -> dict[str, int]:
     Magnitudes are raised in turn, so that the tensors share the room. Raises ValueError where even magnitude 1 does
     not fit.
     """
+    return dict(_limits(tuple(results), precision))
+
+
+@functools.cache
+def _limits(results: tuple[Result, ...], precision: int) -> dict[str, int]:
     names = sorted({name for result in results for term in result for name in term.factors})
     limits = dict.fromkeys(names, 1)
     worst = max((bound(result, limits) for result in results), default=0)

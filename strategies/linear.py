@@ -149,7 +149,8 @@ def _features(draw: st.DrawFn, n: int, uneven: bool) -> int:
 @st.composite
 def _tokens(draw: st.DrawFn, dims: int, first: int) -> tuple[int, ...]:
     """The token dimensions of a micro-batch; micro-batches differ in all but their number."""
-    sizes = [draw(st.sampled_from(sorted({first, max(1, first - 1), max(1, first // 2)}, reverse=True)))]
+    # Always three choices: where their number changes, shrinking loses its way.
+    sizes = [draw(st.sampled_from([first, max(1, first - 1), max(1, first // 2)]))]
     room = _MOST_TOKENS // first
     for _ in range(dims - 1):
         sizes.append(draw(st.integers(1, max(1, min(3, room)))))

@@ -54,20 +54,21 @@ class Builtin(Candidate):
                 raise NotOffered(str(error)) from error
 
     def open(self, mesh: Mesh) -> None:
-        self.groups = ProcessGroups(mesh.axes)
+        self.mesh = mesh
+        self.groups = ProcessGroups(mesh.axes, combined=())
+        self.all_groups: ProcessGroups | None = None
 
     def activate(self) -> None:
         set_default(self.groups)
 
-    def close(self) -> None:
-        self.groups.close()
-
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if self.all_groups is None:  # layers need only those along one axis
+            self.all_groups = ProcessGroups(self.mesh.axes)
         if axes == ("embedding",):
-            return self.groups.group_of_embedding()
+            return self.all_groups.group_of_embedding()
         if axes == ("position-embedding",):
-            return self.groups.group_of_position_embedding()
-        return self.groups.group(*axes)
+            return self.all_groups.group_of_position_embedding()
+        return self.all_groups.group(*axes)
 
     def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
         if axes == ("embedding",):

@@ -73,11 +73,9 @@ class MegatronCore(WithKnownFaults):
             pipeline_model_parallel_size=size("pp"),
             context_parallel_size=size("cp"),
             create_gloo_process_groups=False,  # a second set, beside NCCL's
-            order="-".join([*names, *(a for a in ("tp", "cp", "ep", "dp", "pp") if a not in names)]),
+            # Axes of one rank may stand anywhere; it takes the slowest to be pp.
+            order="-".join([*(a for a in ("tp", "cp", "ep", "dp", "pp") if a not in names), *names]),
         )
-
-    def close(self) -> None:
-        parallel_state.destroy_model_parallel()
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if set(axes) == {"dp", "cp"}:

@@ -29,6 +29,7 @@ class Description:
     uneven: Rule = "balanced"
     token_dims: tuple[int, ...] = (1, 2, 3)
     largest_mesh: int = 10**6
+    meshes_at_once: int = 1
     initialization: Literal["full", "per_rank"] | None = None
 
     def scope(self, max_world: int, dtypes: Sequence[str] | None) -> Scope:

@@ -70,7 +70,7 @@ def test_signs(kind: str, fmt: Format) -> None:
 @pytest.mark.parametrize("limit", [1, 2, 31])
 def test_exact_kinds_are_whole_numbers_up_to_the_limit(fmt: Format, limit: int) -> None:
     def found(kind: str) -> set[float]:
-        return set(fill(Recipe(kind), "x", (100, 50), fmt, limit).unique().tolist())
+        return set(fill(Recipe(kind), "x", (100, 50), fmt, limit).flatten().tolist())
 
     wanted = {
         "lattice": set(range(-limit, limit + 1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def by_autograd(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | No
             x = given[f"input[{m}]"][r].clone().requires_grad_(case.input_requires_grad)
             y = F.linear(x, weight, bias)
             if y.requires_grad:
-                y.backward(given[f"output[{m}].grad"][r])
+                torch.autograd.backward(y, given[f"output[{m}].grad"][r])
             out[f"input[{m}].grad"] = x.grad
             if bias is not None and case.skip_bias_add:
                 out[f"output[{m}]"] = F.linear(x, weight).detach()
@@ -98,14 +99,13 @@ def test_replicas_and_micro_batches_differ() -> None:
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
 def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
     plain = LinearCase(Mesh.of(tp=2), "row", 4, 3, ((2,), (1,)), bias=True)
-    case = dataclasses.replace(plain, **{f"{frozen}_requires_grad": False})
+    flags: dict[str, Any] = {f"{frozen}_requires_grad": False}
+    case = dataclasses.replace(plain, **flags)
     made = tensors(case)
     missing = {name for name, value in expected(case, made).items() if value is None}
     assert missing == ({"input[0].grad", "input[1].grad"} if frozen == "input" else {f"{frozen}.grad"})
     assert case.trains
-    nothing = dataclasses.replace(
-        case, input_requires_grad=False, weight_requires_grad=False, bias_requires_grad=False
-    )
+    nothing = dataclasses.replace(case, input_requires_grad=False, weight_requires_grad=False, bias_requires_grad=False)
     assert not nothing.trains
 
 
@@ -125,7 +125,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
         ({"skip_bias_add": True}, "skip_bias_add goes only with bias"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(changes: dict[str, object], message: str) -> None:
+def test_options_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
     plain = LinearCase(Mesh.of(tp=2), "column", 4, 3)
     with pytest.raises(ValueError, match=r"\S") as caught:
         dataclasses.replace(plain, **changes)

@@ -1,0 +1,136 @@
+"""Reproducers: one line that can be pasted, and files that hold it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawing import FULL
+from hypothesis import given
+from hypothesis import strategies as st
+
+import strategies.linear
+import strategies.mesh
+from harness.case_file import FORMAT, MalformedReproducer, Reproducer, read
+from harness.errors import WrongUse
+from reference.linear import LinearCase
+from reference.mesh import Mesh, MeshCase
+
+CASE = MeshCase(Mesh.of(tp=2, dp=3))
+HELD = Reproducer("builtin+F01", "mesh", CASE)
+reproducers = st.builds(Reproducer, st.text(), st.just("linear"), strategies.linear.cases(FULL)) | st.builds(
+    Reproducer, st.text(), st.just("mesh"), strategies.mesh.cases(FULL)
+)
+
+
+def changed(**changes: Any) -> str:
+    """The line with other values; None leaves a key out."""
+    data = {**json.loads(HELD.line()), **changes}
+    return json.dumps({key: value for key, value in data.items() if value is not None})
+
+
+@given(reproducers)
+def test_a_line_is_read_as_it_was_written(reproducer: Reproducer) -> None:
+    line = reproducer.line()
+    assert read(line) == reproducer
+    assert read(f"  {line}\n") == reproducer
+    assert line.isascii()
+    assert "\n" not in line
+    assert shlex.split(f"shardproof replay '{line}'") == ["shardproof", "replay", line]
+
+
+def test_the_line_is_short_and_says_what_it_is() -> None:
+    assert json.loads(HELD.line()) == {
+        "shardproof": FORMAT,
+        "candidate": "builtin+F01",
+        "subject": "mesh",
+        "case": {"mesh": "tp=2,dp=3"},
+    }
+
+
+@given(st.text(alphabet="'\"\\$`é\n x"))
+def test_quotes_in_names_survive_the_shell(name: str) -> None:
+    line = Reproducer(name, "mesh", CASE).line()
+    (pasted,) = shlex.split(f"'{line}'")
+    assert read(pasted).candidate == name
+
+
+@pytest.mark.parametrize(
+    ("candidate", "start"),
+    [
+        ("builtin+F04", "linear-builtin+F04-"),
+        ("/home/me/it's mine.py:Mine", "linear-it-s-mine-py-Mine-"),
+        ("pkg.module:Class+v", "linear-pkg-module-Class+v-"),
+        ("..", "linear----"),
+    ],
+)
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, candidate: str, start: str) -> None:
+    reproducer = Reproducer(candidate, "linear", LinearCase(Mesh.of(tp=2), "row", 2, 3))
+    folder = tmp_path / "new" / "folder"
+    path = reproducer.save(folder)
+    assert path.name.startswith(start)
+    assert path.suffix == ".json"
+    assert read(str(path)) == read(f" {path}\n") == reproducer
+    assert path.read_text(encoding="utf-8") == reproducer.line() + "\n"
+    assert reproducer.save(folder) == path
+    assert list(folder.iterdir()) == [path], "nothing else is left behind"
+
+
+def test_other_cases_go_to_other_files(tmp_path: Path) -> None:
+    made = [
+        HELD,
+        Reproducer("builtin+F02", "mesh", CASE),
+        Reproducer("builtin+F01", "mesh", MeshCase(Mesh.of(tp=2))),
+        Reproducer("builtin+F01", "mesh", MeshCase(Mesh.of(tp=2, dp=3), live=True)),
+        Reproducer("a/x", "mesh", CASE),
+        Reproducer("b/x", "mesh", CASE),
+    ]
+    assert len({reproducer.save(tmp_path) for reproducer in made}) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is neither a case in JSON nor a file: pass the line that a failure printed"),
+        ("no-such-file.json", "'no-such-file.json' is neither a case in JSON nor a file"),
+        ("[1, 2]", "'[1, 2]' is neither a case in JSON nor a file"),
+        ("null", "'null' is neither a case in JSON nor a file"),
+        ("{", "not JSON ("),
+        (HELD.line()[:-3], "pass the whole line, between single quotes"),
+        (HELD.line() + "}", "not JSON (Extra data"),
+        (HELD.line().replace('"', ""), "not JSON ("),
+        ("{}", 'this is no case of shardproof: the key "shardproof" is missing'),
+        ('{"name": "package", "version": 1}', 'the key "shardproof" is missing'),
+        (changed(shardproof=2), f"this case has format 2; this version reads format {FORMAT}"),
+        (changed(shardproof="1"), "this case has format '1'; this version reads format"),
+        (changed(candidate=None), "the key 'candidate' holds None; expected a name"),
+        (changed(candidate=["builtin"]), "the key 'candidate' holds ['builtin']; expected a name"),
+        (changed(subject=None), "the key 'subject' holds None; expected a name"),
+        (changed(subject=7), "the key 'subject' holds 7; expected a name"),
+        (changed(subject="lineal"), "unknown subject 'lineal'; expected one of mesh, linear"),
+        (changed(subject="linear"), "LinearCase: missing field 'in_features'"),
+        (changed(case=None), "MeshCase: expected dict, found None"),
+        (changed(case="tp=2"), "MeshCase: expected dict, found 'tp=2'"),
+        (changed(case={"mesh": "tp=two"}), "MeshCase.mesh: cannot read 'tp=two' as an axis"),
+        (changed(case={"mesh": "tp=2", "live": 1}), "MeshCase.live: expected bool, found 1"),
+        (changed(case={"mesh": "tp=2", "dead": True}), "MeshCase: unknown field 'dead'; the fields are mesh, live"),
+    ],
+)
+def test_what_is_no_reproducer_is_refused(text: str, message: str) -> None:
+    with pytest.raises(MalformedReproducer) as caught:
+        read(text)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, WrongUse)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"import torch\n", b'"text"'])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "case.json"
+    path.write_bytes(content)
+    with pytest.raises(MalformedReproducer):
+        read(str(path))
+    with pytest.raises(MalformedReproducer, match="is neither a case in JSON nor a file"):
+        read(str(tmp_path))

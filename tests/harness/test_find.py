@@ -1,0 +1,187 @@
+"""How candidates are found: by registered name, module and class, or file and class."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness.candidate import Candidate
+from harness.candidates.builtin import Builtin
+from harness.errors import WrongUse
+from harness.find import Spec, UnknownCandidate, load, parse_spec, registered, spec_of
+
+SOURCE = """
+from harness import Candidate
+import {sibling}
+
+class Mine(Candidate):
+    value = {sibling}.VALUE
+
+class Other(Candidate):
+    pass
+
+number = 3
+class Plain: pass
+"""
+
+
+class Mine(Candidate):
+    """A candidate that ranks can import."""
+
+
+class Outer:
+    class Inner(Candidate):
+        """One that they cannot."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to start in, with an adapter, and modules that must not be imported; what was imported is forgotten."""
+    sibling = f"sibling_of_{tmp_path.name}"
+    (tmp_path / f"{sibling}.py").write_text("VALUE = 7\n")
+    (tmp_path / "adapter.py").write_text(SOURCE.format(sibling=sibling))
+    (tmp_path / "find_raises.py").write_text("raise RuntimeError('imported')\n")
+    package = tmp_path / "find_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "inside.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_registered_names() -> None:
+    assert registered()["builtin"] == "harness.candidates.builtin:Builtin"
+    assert set(registered()) >= {"builtin", "torch", "megatron-core"}
+    assert parse_spec("builtin") == Spec("builtin", "harness.candidates.builtin:Builtin", None)
+    assert parse_spec("builtin+F04") == Spec("builtin+F04", "harness.candidates.builtin:Builtin", "F04")
+    assert parse_spec("builtin").module == "harness.candidates.builtin"
+    assert load(parse_spec("builtin+F04")) is Builtin
+
+
+def test_files_are_found_from_where_one_stands(folder: Path) -> None:
+    target = f"{folder / 'adapter.py'}:Mine"
+    assert parse_spec("adapter.py:Mine") == Spec("adapter.py:Mine", target, None)
+    assert parse_spec("./adapter.py:Mine+v2") == Spec("./adapter.py:Mine+v2", target, "v2")
+    assert parse_spec(target) == Spec(target, target, None)
+    assert parse_spec(target).module == str(folder / "adapter.py")
+
+
+def test_modules_are_found_and_not_imported() -> None:
+    assert parse_spec("adapter:Mine") == Spec("adapter:Mine", "adapter:Mine", None)
+    assert parse_spec("find_raises:X+v").target == "find_raises:X"
+    assert parse_spec("find_package.inside:X").target == "find_package.inside:X", "how it fails is for the rank to say"
+    assert not {"adapter", "find_raises"} & set(sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unknown candidate '': expected one of builtin, "),
+        ("bulletin", "unknown candidate 'bulletin': expected one of builtin, megatron-core, torch"),
+        ("bulletin", "or your own as pkg.module:Class or path/to/file.py:Class"),
+        ("adapter.py", "unknown candidate 'adapter.py'"),
+        ("+F04", "unknown candidate ''"),
+        ("builtin+", "candidate 'builtin+': a variant must follow the '+', for example builtin+F04"),
+        ("adapter:", "candidate 'adapter:': expected pkg.module:Class or path/to/file.py:Class"),
+        (":Mine", "candidate ':Mine': expected pkg.module:Class or path/to/file.py:Class"),
+        ("adapter:My Class", "candidate 'adapter:My Class': expected pkg.module:Class"),
+        ("adapter:Mine()", "candidate 'adapter:Mine()': expected pkg.module:Class"),
+        ("missing.py:Mine", "candidate 'missing.py:Mine': there is no file /"),
+        ("no/such/file:Mine", "candidate 'no/such/file:Mine': there is no file /"),
+        ("missing_module:Mine", "candidate 'missing_module:Mine': no module 'missing_module' can be found from /"),
+        ("missing_module:Mine", "set PYTHONPATH, or name the file: path/to/file.py:Class"),
+        ("missing_module.inside:Mine", "no module 'missing_module.inside' can be found from /"),
+    ],
+)
+def test_what_cannot_be_found_is_named(text: str, message: str) -> None:
+    with pytest.raises(UnknownCandidate) as caught:
+        parse_spec(text)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, WrongUse)
+
+
+def test_the_spec_of_a_class_names_its_module() -> None:
+    name = f"{__name__}:Mine"
+    assert spec_of(Mine) == Spec(name, name, None)
+    assert load(spec_of(Mine)) is Mine
+    assert spec_of("builtin+F04") == parse_spec("builtin+F04")
+
+
+def test_the_spec_of_a_class_whose_module_cannot_be_imported_names_its_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load(parse_spec("adapter.py:Mine"))
+    monkeypatch.delitem(sys.modules, found.__module__)
+    monkeypatch.setattr("inspect.getsourcefile", lambda _: str(folder / "adapter.py"))
+    assert spec_of(found) == Spec("Mine", f"{folder / 'adapter.py'}:Mine", None)
+
+
+def test_the_spec_of_a_class_in_a_script_names_the_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    with pytest.raises(UnknownCandidate, match="Mine is defined in an interactive session: put it in a file"):
+        spec_of(Mine)
+    script.__file__ = "adapter.py"
+    assert spec_of(Mine) == Spec("Mine", f"{folder / 'adapter.py'}:Mine", None)
+
+
+def test_what_is_no_importable_candidate_is_refused() -> None:
+    class Local(Candidate):
+        """Only this function has it."""
+
+    not_candidates: list[Any] = [int, 3, None, Mine()]
+    for wrong in not_candidates:
+        with pytest.raises(UnknownCandidate, match="is not a candidate: expected a name or a subclass of harness"):
+            spec_of(wrong)
+    for nested in (Local, Outer.Inner):
+        with pytest.raises(
+            UnknownCandidate, match="inside a function or class: ranks can import only top-level classes"
+        ):
+            spec_of(nested)
+
+
+@pytest.mark.parametrize("text", ["adapter.py:Mine", "adapter:Mine"])
+def test_loading_imports_once_with_the_folder_on_the_path(text: str) -> None:
+    found = load(parse_spec(text))
+    assert issubclass(found, Candidate)
+    assert found.value == 7  # type: ignore[attr-defined]
+    assert load(parse_spec(text)) is found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adapter.py:Yours", "has no 'Yours'; candidates in it: Mine, Other"),
+        ("find_package.py:Yours", "has no 'Yours'; candidates in it: none"),
+        ("adapter.py:number", ":number is 3: expected a subclass of harness.Candidate"),
+        ("adapter.py:Plain", "expected a subclass of harness.Candidate"),
+    ],
+)
+def test_what_is_not_in_the_module_is_named(folder: Path, text: str, message: str) -> None:
+    (folder / "find_package.py").write_text("from harness import Candidate\n")
+    with pytest.raises(UnknownCandidate) as caught:
+        load(parse_spec(text))
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_what_a_module_raises_is_raised_every_time() -> None:
+    for text in ("find_raises.py:Mine", "find_raises.py:Mine", "find_raises:Mine"):
+        with pytest.raises(RuntimeError, match="imported"):
+            load(parse_spec(text))
+
+
+def test_a_file_that_is_no_python_is_refused(folder: Path) -> None:
+    (folder / "adapter").write_text(SOURCE)
+    with pytest.raises(UnknownCandidate, match="adapter cannot be loaded as a Python module"):
+        load(parse_spec("./adapter:Mine"))
