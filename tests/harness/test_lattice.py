@@ -73,11 +73,12 @@ def test_linear_layers_are_exact_in_every_dtype(case: LinearCase, seed: int) -> 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("sizes", [(255, 256, 1), (12, 12, 256), (100, 7, 31)])
 def test_sums_as_large_as_can_be_are_exact(dtype: str, sizes: tuple[int, int, int]) -> None:
-    """All of one sign, so that the sums reach their bounds."""
+    """All of one sign, so that the sums reach their bounds; over two micro-batches where there are tokens for two."""
     inside, outside, tokens = sizes
+    leading = ((tokens,),) if tokens == 1 else ((tokens // 2,), (tokens - tokens // 2,))
     same_sign = LinearRecipes(*[Recipe("constant_per_rank")] * 4)
     for recipes in (LinearRecipes(), same_sign):
-        case = LinearCase(Mesh.of(tp=1), "row", inside, outside, ((tokens,),), dtype=dtype, bias=True, recipes=recipes)
+        case = LinearCase(Mesh.of(tp=1), "row", inside, outside, leading, dtype=dtype, bias=True, recipes=recipes)
         assert wrong(case, np.random.default_rng(0)) == []
 
 

@@ -83,6 +83,12 @@ def test_what_a_scope_does_not_allow_is_never_drawn(scope: Scope, data: st.DataO
     tensors(case)  # raises where lattice data does not fit the dtype
 
 
+@given(strategies.linear.cases(dataclasses.replace(FULL, max_world=16, dtypes=("bf16",), token_dims=(4,))))
+def test_many_tokens_are_exact_in_bf16(case: LinearCase) -> None:
+    assert sum(math.prod(dims) for dims in case.leading) <= 256
+    tensors(case)
+
+
 @given(scopes, st.data())
 def test_what_is_simpler_is_in_the_scope_too(scope: Scope, data: st.DataObject) -> None:
     case = data.draw(strategies.linear.cases(scope))
