@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from harness import describe
-from harness.endings import findings_of, rejection_of
+from harness.endings import findings_of, rejection_of, unknown_of
 from harness.find import Spec, UnknownCandidate, spec_of
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
@@ -19,11 +19,15 @@ from harness.world import Outcome, Pool, Pools
 from reference.codec import encode
 
 
+#: The label of the job that is no case.
+_DESCRIBE = "describe"
+
+
 class CandidateUnusable(Exception):
     """The candidate cannot even be described; the findings say why."""
 
     def __init__(self, spec: Spec, findings: Sequence[Finding]) -> None:
-        super().__init__(f"{spec.text}: {findings[0].message}")
+        super().__init__(f"{spec.text}: {findings[0].message}\n{findings[0].details}".rstrip())
         self.spec = spec
         self.findings = tuple(findings)
 
@@ -75,7 +79,7 @@ class Bench:
         if not first.verdict.findings or not first.history:
             return first
         for run in subject.runs(case, self.description):
-            self._pools.get(subject.world(run)).restart()
+            self._restart(subject.world(run))
         second = self._trial(subject, case)
         if second.verdict.findings:
             return second
@@ -86,16 +90,19 @@ class Bench:
 
         Fresh ranks cost less than closing: destroying the gloo groups of one mesh takes as long as starting four ranks.
         """
-        pool, opened = self._pools.get(world), self._opened.setdefault(world, set())
+        opened = self._opened.setdefault(world, set())
         if mesh not in opened and len(opened) >= self.description.meshes_at_once:
-            pool.restart()
-            opened.clear()
+            self._restart(world)
         opened.add(mesh)
-        return pool
+        return self._pools.get(world)
+
+    def _restart(self, world: int) -> None:
+        self._pools.get(world).restart()
+        self._opened.get(world, set()).clear()
 
     def _describe(self) -> Description:
-        outcome = self._pools.get(1).run(describe.on_rank, self.spec, label="describe")
-        refused = rejection_of(outcome)
+        outcome = self._pools.get(1).run(describe.on_rank, self.spec, label=_DESCRIBE)
+        refused = rejection_of(outcome) or unknown_of(outcome)
         if refused is not None:
             raise UnknownCandidate(f"candidate {self.spec.text!r}: {refused}")
         if outcome.kind != "ok":
@@ -120,10 +127,14 @@ class Bench:
                     pending.result()
                     return Trial(Verdict((_own_fault("the reference raised", error),)))
             outcome: Outcome = pending.result()
-            history = outcome.history if number == 0 else history
+            history += tuple(label for label in outcome.history if label != _DESCRIBE)
             if outcome.kind != "ok":
-                return _failed(outcome, getattr(run, "mesh", None))
+                self._opened.pop(subject.world(run), None)  # its processes are replaced
+                return _failed(outcome, getattr(run, "mesh", None), history)
             worlds.append(outcome.values())
+        differ = _layouts_differ(case, worlds[0])
+        if differ is not None:
+            return Trial(Verdict((differ,)), history)
         try:
             findings = subject.judge(case, self.description, expected, worlds)
         except Exception as error:
@@ -131,11 +142,22 @@ class Bench:
         return Trial(Verdict(tuple(findings + _side_effects(case, worlds))), history)
 
 
-def _failed(outcome: Outcome, mesh: Any) -> Trial:
+def _failed(outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
     rejection = rejection_of(outcome)
     if rejection is not None:
-        return Trial(Verdict(rejected=rejection), outcome.history)
-    return Trial(Verdict(tuple(findings_of(outcome, mesh))), outcome.history)
+        return Trial(Verdict(rejected=rejection), history)
+    return Trial(Verdict(tuple(findings_of(outcome, mesh))), history)
+
+
+def _layouts_differ(case: Any, world: World) -> Finding | None:
+    """A rank that names another layout than the first one: then there is no saying what the ranks hold together."""
+    for rank, observation in enumerate(world):
+        for name in {**world[0].layouts, **observation.layouts}:
+            here, there = observation.layouts.get(name), world[0].layouts.get(name)
+            if here != there:
+                message = f"the layout of {name} is {here} on rank {rank} and {there} on rank 0: it must be the same"
+                return Finding("disagree", message, rank, case.mesh.describe(rank), name)
+    return None
 
 
 def _flaky(trial: Trial) -> list[Finding]:

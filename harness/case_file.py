@@ -57,18 +57,18 @@ def read(text: str) -> Reproducer:
     stripped = text.strip()
     if not stripped.startswith("{"):
         path = Path(stripped)
-        if not path.is_file():
+        if not _is_file(path):
             raise MalformedReproducer(
                 f"{stripped[:80]!r} is neither a case in JSON nor a file: pass the line that a failure printed"
             )
         stripped = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
         data = json.loads(stripped)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedReproducer(f"not JSON ({error}): pass the whole line, between single quotes") from error
     if not isinstance(data, dict) or "shardproof" not in data:
         raise MalformedReproducer('this is no case of shardproof: the key "shardproof" is missing')
-    if data["shardproof"] != FORMAT:
+    if data["shardproof"] is True or data["shardproof"] != FORMAT:
         raise MalformedReproducer(f"this case has format {data['shardproof']!r}; this version reads format {FORMAT}")
     for key in ("candidate", "subject"):
         if not isinstance(data.get(key), str):
@@ -80,3 +80,10 @@ def read(text: str) -> Reproducer:
     except MalformedCase as error:
         raise MalformedReproducer(str(error)) from error
     return Reproducer(data["candidate"], data["subject"], case)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False  # text that cannot be a path: too long, or with a NUL

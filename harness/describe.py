@@ -8,19 +8,24 @@ from collections.abc import Iterable
 from harness.candidate import Candidate
 from harness.find import Spec
 from harness.properties.base import Description
-from harness.session import Session, phase
+from harness.session import CandidateRaised, Session, phase
 from harness.world import RankContext
-from reference.dtypes import format_of
+from reference.dtypes import FORMATS
 from reference.mesh import AXES
 
 
+class WrongDeclaration(CandidateRaised):
+    """What the candidate declares cannot be used; the message names the attribute, its value and what is expected."""
+
+
 def on_rank(context: RankContext, spec: Spec) -> Description:
-    """The candidate's declarations. Raises CandidateRaised where they are not usable."""
+    """The candidate's declarations. Raises CandidateRaised or WrongDeclaration where they are not usable."""
     session = Session(spec)
-    with phase("import"):
-        missing = [name for name in session.kind.requires if version_of(name) is None]
+    with phase("its declarations"):
+        missing = [name for name in _strings("requires", session.kind.requires) if version_of(name) is None]
         if missing:
-            raise ModuleNotFoundError(f"{spec.text} needs {', '.join(missing)}, which is not installed")
+            named = " ".join(missing)
+            raise WrongDeclaration(f"requires names {named}, which is not installed here: pip install {named}")
     candidate = session.make()
     with phase("its declarations"):
         return _describe(candidate, spec)
@@ -40,18 +45,23 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
     supports = frozenset(_strings("supports", candidate.supports))
     known = {feature for p in PROPERTIES.values() for feature in p.features}
     if supports - known:
-        raise ValueError(f"supports names {min(supports - known)!r}; expected some of {', '.join(sorted(known))}")
-    dtypes = tuple(format_of(name).name for name in _strings("dtypes", candidate.dtypes))
+        raise WrongDeclaration(f"supports names {min(supports - known)!r}; expected some of {', '.join(sorted(known))}")
+    dtypes = tuple(_strings("dtypes", candidate.dtypes))
+    if not dtypes or set(dtypes) - set(FORMATS):
+        raise WrongDeclaration(f"dtypes is {dtypes}; expected some of {', '.join(FORMATS)}")
     axes = tuple(_strings("axes", candidate.axes))
     if "tp" not in axes or set(axes) - set(AXES):
-        raise ValueError(f"axes is {axes}; expected 'tp' and some of {', '.join(AXES)}")
+        raise WrongDeclaration(f"axes is {axes}; expected 'tp' and some of {', '.join(AXES)}")
     if candidate.uneven not in ("balanced", "chunk"):
-        raise ValueError(f"uneven is {candidate.uneven!r}; expected 'balanced' or 'chunk'")
+        raise WrongDeclaration(f"uneven is {candidate.uneven!r}; expected 'balanced' or 'chunk'")
     if candidate.initialization not in ("full", "per_rank", None):
-        raise ValueError(f"initialization is {candidate.initialization!r}; expected 'full', 'per_rank' or None")
+        raise WrongDeclaration(f"initialization is {candidate.initialization!r}; expected 'full', 'per_rank' or None")
     token_dims = tuple(candidate.token_dims)
     if not token_dims or not all(isinstance(n, int) and 1 <= n <= 4 for n in token_dims):
-        raise ValueError(f"token_dims is {token_dims}; expected whole numbers from 1 to 4")
+        raise WrongDeclaration(f"token_dims is {token_dims}; expected whole numbers from 1 to 4")
+    for name in ("largest_mesh", "meshes_at_once"):
+        if int(getattr(candidate, name)) < 1:
+            raise WrongDeclaration(f"{name} is {getattr(candidate, name)}; expected at least 1")
     return Description(
         spec=spec.text,
         name=candidate.name or type(candidate).__name__,
@@ -64,12 +74,12 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         uneven=candidate.uneven,
         token_dims=token_dims,
         largest_mesh=int(candidate.largest_mesh),
-        meshes_at_once=max(1, int(candidate.meshes_at_once)),
+        meshes_at_once=int(candidate.meshes_at_once),
         initialization=candidate.initialization,
     )
 
 
 def _strings(name: str, value: Iterable[str]) -> list[str]:
     if isinstance(value, str):
-        raise TypeError(f"{name} is the string {value!r}; expected several, for example ({value!r},)")
+        raise WrongDeclaration(f"{name} is the string {value!r}; expected several, for example ({value!r},)")
     return list(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from harness.candidate import Sharded
 from harness.local import Purity, WrongResult, as_local, local_tensor, permuted, require_like
 from harness.observation import LocalTensor, Observation
 from harness.session import phase
-from reference.layout import Layout, Window, window
+from reference.layout import Each, Layout, Window, placements, window
 from reference.mesh import Mesh
 
 Outputs = tuple[torch.Tensor, ...]
@@ -68,7 +69,11 @@ class Exercise:
         return permuted(part) if self.transposed else part.clone(memory_format=torch.contiguous_format)
 
     def window(self, shape: tuple[int, ...], layout: Layout) -> Window:
-        return window(shape, layout, self.mesh, self.rank)
+        """This rank's window. Raises WrongResult where a layout, which can only be the candidate's, does not fit."""
+        try:
+            return window(shape, layout, self.mesh, self.rank)
+        except ValueError as error:
+            raise WrongResult(f"a layout does not fit: {error}") from None
 
 
 def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
@@ -80,11 +85,12 @@ def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
     tensors: dict[str, LocalTensor | None] = {}
     with phase("build"):
         sharded = build()
-        if not isinstance(sharded, Sharded):
-            raise TypeError(f"returned {sharded!r}; expected harness.Sharded(module, weight=Split(0, 'tp'), ...)")
+    if not isinstance(sharded, Sharded):
+        raise WrongResult(f"build returned {reprlib.repr(sharded)}; expected Sharded(module, weight=Split(0, 'tp'))")
+    with phase("build"):
         held = {name: sharded.parameter(name) for name in exercise.parameters}
     for name, parameter in held.items():
-        tensors[f"{name}.initial"] = local_tensor(parameter.detach())
+        tensors[f"{name}.initial"] = local_tensor(f"parameter {name}", parameter)
     layouts = {f"{name}.initial": sharded.layouts[name] for name in held if name in sharded.layouts}
     if exercise.only_initial:
         return Observation(tensors, layouts)
@@ -96,8 +102,8 @@ def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
         with phase("finish"):
             sharded.finish()
     for name, parameter in held.items():
-        tensors[f"{name}.grad"] = _gradient(exercise, sharded, parameter)
-        layouts[f"{name}.grad"] = sharded.grads[name]
+        tensors[f"{name}.grad"] = _gradient(exercise, sharded, f"{name}.grad", parameter)
+        layouts[f"{name}.grad"] = _fitting(exercise, name, sharded.grads[name])
     for micro_batch in exercise.micro_batches:
         for name in micro_batch.outputs:
             _note(layouts, name, sharded.outputs, name)
@@ -111,12 +117,12 @@ def _load(exercise: Exercise, sharded: Sharded, held: Mapping[str, torch.Tensor]
         if name not in sharded.layouts:
             raise WrongResult(f"no layout is given for parameter {name!r}: Sharded(..., {name}=Split(0, 'tp'))")
         given, layout = exercise.parameters[name], sharded.layouts[name]
-        with phase(f"the layout of {name}"):
-            part = exercise.window(tuple(given.values.shape), layout).take(given.values)
+        part = exercise.window(tuple(given.values.shape), layout).take(given.values)
         require_like(f"parameter {name} with layout {layout}", as_local(parameter), tuple(part.shape), exercise.dtype)
-        with torch.no_grad():
-            as_local(parameter).copy_(part)
-        parameter.requires_grad_(given.requires_grad)
+        with phase(f"setting parameter {name}"):
+            with torch.no_grad():
+                as_local(parameter).copy_(part)
+            parameter.requires_grad_(given.requires_grad)
 
 
 def _run(
@@ -137,7 +143,7 @@ def _run(
         returned = sharded.forward(*inputs.values())
     outputs = _outputs(returned, exercise, sharded, micro_batch)
     for name, output in outputs.items():
-        tensors[name] = local_tensor(output.detach())
+        tensors[name] = local_tensor(name, output)
     consumed = exercise.consume(tuple(outputs.values()))
     if any(g.requires_grad for g in (*exercise.parameters.values(), *micro_batch.inputs.values())):
         if not consumed.requires_grad:
@@ -148,7 +154,7 @@ def _run(
         with phase(f"backward of {where}"):
             torch.autograd.backward(consumed, gradient)
     for name, value in inputs.items():
-        tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(value.grad)
+        tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(f"{name}.grad", value.grad)
     purity.check()
 
 
@@ -158,30 +164,39 @@ def _outputs(
     several = list(returned) if isinstance(returned, tuple | list) else [returned]
     wanted = micro_batch.outputs
     if len(several) != len(wanted):
-        found = ", ".join(type(item).__name__ for item in several)
-        raise WrongResult(
-            f"forward returned {len(several)} values ({found}); expected {len(wanted)}: {', '.join(wanted)}"
-        )
+        found = f"{len(several)} values" + (f" ({', '.join(type(v).__name__ for v in several)})" if several else "")
+        raise WrongResult(f"forward returned {found}; expected {len(wanted)}: {', '.join(wanted)}")
     outputs = {}
     for (name, result), value in zip(wanted.items(), several, strict=True):
         shape = exercise.window(result.shape, sharded.outputs.get(_base(name), result.layout)).shape
         if not isinstance(value, torch.Tensor):
-            raise WrongResult(f"forward returned {value!r} as {name}; expected a tensor of local shape {shape}")
+            raise WrongResult(
+                f"forward returned {reprlib.repr(value)} as {name}; expected a tensor of local shape {shape}"
+            )
         require_like(name, as_local(value), shape, exercise.dtype)
         outputs[name] = as_local(value)
     return outputs
 
 
-def _gradient(exercise: Exercise, sharded: Sharded, parameter: torch.Tensor) -> LocalTensor | None:
-    with phase("reading a gradient"):
+def _gradient(exercise: Exercise, sharded: Sharded, name: str, parameter: torch.Tensor) -> LocalTensor | None:
+    with phase(f"reading {name}"):
         if sharded.read_grad is not None:
             found = sharded.read_grad(parameter)
         else:
             found = getattr(parameter, "main_grad", None) if exercise.main_grad else parameter.grad
-    # A buffer exists also for a frozen parameter: untouched, it is no gradient.
-    if found is None or (exercise.main_grad and not parameter.requires_grad and not bool(found.any())):
+    if found is None:
         return None
-    return local_tensor(found)
+    read = local_tensor(name, found)
+    # A buffer exists also for a frozen parameter: untouched, it is no gradient.
+    untouched = exercise.main_grad and not parameter.requires_grad and not bool(found.any())
+    return None if untouched else read
+
+
+def _fitting(exercise: Exercise, name: str, layout: Layout) -> Layout:
+    """The layout of a gradient, tried on the parameter."""
+    if not any(isinstance(placement, Each) for placement in placements(layout)):
+        exercise.window(tuple(exercise.parameters[name].values.shape), layout)
+    return layout
 
 
 def _base(name: str) -> str:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from harness.verdict import Finding, Kind
 from harness.world import Blocked, Died, Outcome, Raised
 from reference.mesh import Mesh
 
-# How the exceptions of harness.session and harness.local arrive from a rank.
-_KINDS: dict[str, Kind] = {"CandidateRaised": "error", "WrongResult": "mismatch", "NotOffered": "error"}
+# What the exceptions of harness.session, harness.describe and harness.local mean when they arrive from a rank.
+_KINDS: dict[str, Kind] = {
+    "CandidateRaised": "error",
+    "WrongDeclaration": "error",
+    "NotOffered": "error",
+    "WrongResult": "mismatch",
+}
+
+_HARNESS = re.escape(str(Path(__file__).parent))
+_OUR_FRAME = re.compile(rf'  File "{_HARNESS}/(?!candidates/)').match
 
 
 def rejection_of(outcome: Outcome) -> str | None:
     """The candidate's reason where every rank answered that it does not offer the case."""
     answers = [e for e in outcome.ranks if isinstance(e, Raised) and _name(e) == "NotOffered"]
     return answers[0].message if len(answers) == len(outcome.ranks) else None
+
+
+def unknown_of(outcome: Outcome) -> str | None:
+    """Why there is no such candidate: its module has no such class, or that is no candidate."""
+    return next((e.message for e in outcome.ranks if isinstance(e, Raised) and _name(e) == "UnknownCandidate"), None)
 
 
 def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
@@ -29,25 +45,49 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
     if raised:
         # A rank that raises because a partner left is a consequence: the first message of the commonest kind counts.
         rank, error = min(raised, key=lambda pair: (_name(pair[1]) not in _KINDS, pair[0]))
-        who = _ranks([r for r, e in raised if e.message.partition("\n")[0] == error.message.partition("\n")[0]], size)
-        kind = _KINDS.get(_name(error), "harness")
         first, _, rest = error.message.partition("\n")
-        what = {"error": "the candidate raised", "mismatch": "wrong result"}.get(
-            kind, f"our own code raised {error.type_name}"
-        )
-        details = rest if _name(error) == "CandidateRaised" else (error.traceback if kind == "harness" else "")
-        waiting = f"\n{_ranks([r for r, _ in blocked], size)} waited meanwhile" if blocked else ""
-        return [_finding(kind, f"{what} on {who}: {first}", rank, mesh, (details + waiting).strip())]
+        alike = [r for r, e in raised if e.message.partition("\n")[0] == first]
+        kind = _KINDS.get(_name(error), "harness")
+        details = [error.traceback if kind == "harness" else rest, *map(_waiting, blocked)]
+        return [_finding(kind, _said(error, first, _ranks(alike, size)), rank, mesh, "\n".join(filter(None, details)))]
     rank = blocked[0][0]
-    message = f"{_ranks([r for r, _ in blocked], size)} never finished: {outcome.seconds:.1f} s without an end"
-    return [_finding("hang", message, rank, mesh, _blocked_details(blocked))]
+    who = "no rank finished" if len(blocked) == size else f"{_ranks([r for r, _ in blocked], size)} did not finish"
+    return [_finding("hang", f"{who}: given up after {outcome.seconds:.1f} s", rank, mesh, _blocked_details(blocked))]
+
+
+def _said(error: Raised, first: str, who: str) -> str:
+    """The first line of an exception's message as a sentence."""
+    match _name(error):
+        case "CandidateRaised":
+            phase, _, what = first.partition(": ")
+            return f"the candidate raised {phase} on {who}: {what}"
+        case "WrongDeclaration":
+            return f"the candidate's declarations cannot be used: {first}"
+        case "NotOffered":
+            return f"the candidate refused the case on {who} only, and must refuse it on every rank or none: {first}"
+        case "WrongResult":
+            return f"wrong result on {who}: {first}"
+        case _:
+            return f"our own code raised {error.type_name} on {who}: {first}"
+
+
+def _waiting(blocked: tuple[int, Blocked]) -> str:
+    rank, ending = blocked
+    return f"rank {rank} waited meanwhile, last collective: {ending.last_collective or 'none'}"
 
 
 def _blocked_details(blocked: list[tuple[int, Blocked]]) -> str:
     return "\n".join(
-        f"rank {rank}, last collective: {ending.last_collective or 'none'}\n{ending.stack.rstrip()}"
+        f"rank {rank}, last collective: {ending.last_collective or 'none'}\n{_without_ours(ending.stack)}"
         for rank, ending in blocked
     )
+
+
+def _without_ours(stack: str) -> str:
+    """The stack down to what of the candidate or a library was called first; our own frames are the same for all."""
+    lines = stack.rstrip().splitlines()
+    theirs = [number for number, line in enumerate(lines) if line.startswith("  File ") and not _OUR_FRAME(line)]
+    return "\n".join(lines[: theirs[-1] + 1] if theirs else lines)
 
 
 def _finding(kind: Kind, message: str, rank: int, mesh: Mesh | None, details: str) -> Finding:

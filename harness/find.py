@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,10 @@ def registered() -> dict[str, str]:
 
 def parse_spec(text: str) -> Spec:
     """The spec of a name from the command line. Nothing is imported. Raises UnknownCandidate."""
-    base, plus, variant = text.partition("+")
+    # In a path a "+" may be part of a folder's name: the variant comes after the class.
+    module, colon, rest = text.rpartition(":")
+    name, plus, variant = rest.partition("+")
+    base = f"{module}{colon}{name}"
     known = registered()
     if plus and not variant:
         raise UnknownCandidate(f"candidate {text!r}: a variant must follow the '+', for example builtin+F04")
@@ -55,7 +59,6 @@ def parse_spec(text: str) -> Spec:
                 "or your own as pkg.module:Class or path/to/file.py:Class"
             )
         return Spec(text, known[base], variant or None)
-    module, _, name = base.rpartition(":")
     if not module or not name.isidentifier():
         raise UnknownCandidate(f"candidate {text!r}: expected pkg.module:Class or path/to/file.py:Class")
     if _is_path(module):
@@ -83,10 +86,10 @@ def spec_of(candidate: str | type[Candidate]) -> Spec:
             raise UnknownCandidate(
                 f"{name} is defined in an interactive session: put it in a file that ranks can import"
             )
-        return Spec(name, f"{Path(path).resolve()}:{name}", None)
+        return parse_spec(f"{Path(path).resolve()}:{name}")
     file = inspect.getsourcefile(candidate)
-    if file is not None and importlib.util.find_spec(candidate.__module__) is None:
-        return Spec(name, f"{Path(file).resolve()}:{name}", None)
+    if file is not None and not _is_importable(candidate.__module__, Path(file).resolve()):
+        return parse_spec(f"{Path(file).resolve()}:{name}")
     return Spec(f"{candidate.__module__}:{name}", f"{candidate.__module__}:{name}", None)
 
 
@@ -101,8 +104,18 @@ def load(spec: Spec) -> type[Candidate]:
         ]
         raise UnknownCandidate(f"{source} has no {name!r}; candidates in it: {', '.join(there) or 'none'}")
     if not (inspect.isclass(found) and issubclass(found, Candidate)):
-        raise UnknownCandidate(f"{spec.target} is {found!r}: expected a subclass of harness.Candidate")
+        raise UnknownCandidate(f"{name} in {source} is {reprlib.repr(found)}; expected a subclass of harness.Candidate")
     return found
+
+
+def _is_importable(module: str, file: Path) -> bool:
+    """Whether importing the name finds this file; sys.modules says nothing of other processes."""
+    own = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    parts = module.split(".")
+    if list(own.parts[-len(parts) :]) != parts:
+        return False
+    root = own.parents[len(parts) - 1]
+    return any(Path(entry or ".").resolve() == root for entry in sys.path)
 
 
 def _is_path(module: str) -> bool:

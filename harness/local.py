@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 
 import torch
@@ -20,8 +21,9 @@ def as_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_tensor(tensor: torch.Tensor) -> LocalTensor:
-    """The tensor as data: float64 values, independent of the tensor's memory."""
+def local_tensor(what: str, tensor: torch.Tensor) -> LocalTensor:
+    """The tensor as data: float64 values, independent of the tensor's memory. Raises WrongResult where it has none."""
+    require_values(what, tensor)
     own = as_local(tensor.detach())
     values = own.to(device="cpu", dtype=torch.float64, copy=True).numpy()
     return LocalTensor(values, str(own.dtype).removeprefix("torch."), str(own.device))
@@ -37,14 +39,23 @@ def permuted(tensor: torch.Tensor) -> torch.Tensor:
     return outermost.movedim(0, -1)
 
 
+def require_values(what: str, tensor: object) -> None:
+    """Raises WrongResult unless it is a dense tensor on the CPU."""
+    if not isinstance(tensor, torch.Tensor):
+        raise WrongResult(f"{what} is {reprlib.repr(tensor)}; expected a tensor")
+    if tensor.layout != torch.strided:
+        raise WrongResult(f"{what} is a tensor of layout {tensor.layout}; expected a dense one (torch.strided)")
+    if tensor.device.type != "cpu":
+        raise WrongResult(f"{what} is on device {tensor.device}; expected cpu")
+
+
 def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises WrongResult unless the tensor has this shape and dtype and lies on the CPU."""
+    """Raises WrongResult unless it is a dense tensor on the CPU with this shape and dtype."""
+    require_values(what, tensor)
     if tuple(tensor.shape) != shape:
         raise WrongResult(f"{what} has local shape {tuple(tensor.shape)}; expected {shape}")
     if tensor.dtype != dtype:
         raise WrongResult(f"{what} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.device.type != "cpu":
-        raise WrongResult(f"{what} is on device {tensor.device}; expected cpu")
 
 
 class Purity:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from harness.candidate import Candidate, NotOffered
+from harness.errors import WrongUse
 from harness.find import Spec, load
 from harness.world import RankContext
 from reference.mesh import Mesh
 
 
 class CandidateRaised(Exception):
-    """The candidate's own code raised, in the phase that is named: import, open, build, forward, backward."""
+    """The candidate's own code raised. The message starts with the phase: ``in forward: ValueError: why``."""
 
 
 @contextmanager
@@ -21,11 +23,38 @@ def phase(name: str) -> Iterator[None]:
     """Code inside is the candidate's: whatever it raises is its fault and not the harness'."""
     try:
         yield
-    except (NotOffered, CandidateRaised):
+    except (NotOffered, CandidateRaised, WrongUse):
         raise
     except BaseException as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        raise CandidateRaised(f"in {name}: {type(error).__name__}: {error}\n{text}") from None
+        raise CandidateRaised(f"in {name}: {_say(error)}\n{_traceback(error)}".rstrip()) from None
+
+
+def _say(error: BaseException) -> str:
+    """The exception as the last line of a traceback, with its notes."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its message raises {type(second).__name__})"
+    notes = getattr(error, "__notes__", ())
+    return "\n".join([f"{type(error).__name__}: {text}" if text else type(error).__name__, *map(str, notes)])
+
+
+def _traceback(error: BaseException) -> str:
+    """The frames from the candidate's first one on, without the last line, which is said already."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    if not isinstance(error, SyntaxError):  # whose last lines show the place
+        last = traceback.format_exception_only(error)
+        lines = lines[: -len(last)] if lines[-len(last) :] == last else lines
+    return "".join(lines).rstrip()
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__"))
+    adapter = module.startswith("harness.candidates.")
+    return (module.startswith("harness.") and not adapter) or frame.f_code.co_filename.startswith("<frozen importlib")
 
 
 class Session:

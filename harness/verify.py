@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -64,29 +66,31 @@ def verify(
     """
     specs = [spec_of(candidate) for candidate in candidates]
     chosen = [property_of(subject) for subject in (PROPERTIES if subjects is None else subjects)]
-    _check(specs, examples, max_world, dtypes, time_budget, deadline)
+    _check(specs, examples, max_world, dtypes, seed, time_budget, save)
+    require_deadline(deadline)
     seed = secrets.randbelow(2**32) if seed is None else seed
     listen(RunStarted(seed, tuple(s.text for s in specs), tuple(p.subject for p in chosen), examples, max_world))
     warm_up(modules(specs))
     started, rows, libraries = time.monotonic(), [], {}
-    benches = {spec: _described(spec, deadline) for spec in specs}
-    for spec, bench in benches.items():
-        if isinstance(bench, CandidateUnusable):
-            for subject in chosen:
-                failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(bench.findings))
-                rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
-                listen(SubjectDone(rows[-1]))
-        else:
-            with bench:
-                libraries[spec.text] = _library(bench)
-                listen(CandidateDescribed(spec.text, libraries[spec.text]))
-                for number, subject in enumerate(chosen):
-                    left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
-                    share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
-                    limits = Limits(examples, seed, share)
-                    row = _row(bench, subject, limits, max_world, dtypes, listen)
-                    rows.append(_saved(row, save))
+    with contextlib.ExitStack() as stack:
+        benches = {spec: _described(spec, deadline, stack) for spec in specs}
+        for spec, bench in benches.items():
+            if isinstance(bench, CandidateUnusable):
+                for subject in chosen:
+                    failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(bench.findings))
+                    rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
                     listen(SubjectDone(rows[-1]))
+            else:
+                with bench:
+                    libraries[spec.text] = _library(bench)
+                    listen(CandidateDescribed(spec.text, libraries[spec.text]))
+                    for number, subject in enumerate(chosen):
+                        left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
+                        share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
+                        limits = Limits(examples, seed, share)
+                        row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
+                        rows.append(_saved(row, save))
+                        listen(SubjectDone(rows[-1]))
     done = RunDone(seed, tuple(rows), time.monotonic() - started, libraries)
     listen(done)
     return done
@@ -111,10 +115,17 @@ def _row(
     max_world: int,
     dtypes: Sequence[str] | None,
     listen: Listener,
+    asked: bool,
 ) -> Row:
     name = bench.spec.text
     if not subject.offered(bench.description):
-        return Row(name, subject.subject, "not offered")
+        # What was asked for by name and cannot run must not look like a run that went well.
+        why = f"the candidate defines none of {', '.join(subject.methods)}"
+        return (
+            Row(name, subject.subject, "nothing ran", stopped=why)
+            if asked
+            else Row(name, subject.subject, "not offered")
+        )
     scope = bench.description.scope(max_world, dtypes)
     if subject.uses_dtype and not scope.dtypes:
         has = ", ".join(bench.description.dtypes)
@@ -123,9 +134,9 @@ def _row(
     return search(bench, subject, scope, limits, lambda failing: listen(CaseJudged(name, subject.subject, failing)))
 
 
-def _described(spec: Spec, deadline: float) -> Bench | CandidateUnusable:
+def _described(spec: Spec, deadline: float, stack: contextlib.ExitStack) -> Bench | CandidateUnusable:
     try:
-        return Bench(spec, deadline=deadline)
+        return stack.enter_context(Bench(spec, deadline=deadline))
     except CandidateUnusable as error:
         return error
 
@@ -154,8 +165,9 @@ def _check(
     examples: int,
     max_world: int,
     dtypes: Sequence[str] | None,
+    seed: int | None,
     time_budget: float | None,
-    deadline: float,
+    save: Path | str | None,
 ) -> None:
     if not specs:
         raise WrongUse("no candidate is given: name at least one, for example builtin")
@@ -164,20 +176,30 @@ def _check(
             raise WrongUse(f"unknown dtype {dtype!r}: expected one of {', '.join(FORMATS)}")
     if examples < 1:
         raise WrongUse(f"examples is {examples}: expected at least 1")
-    if time_budget is not None and time_budget <= 0:
+    if seed is not None and seed < 0:
+        raise WrongUse(f"seed is {seed}: expected at least 0")
+    if time_budget is not None and not time_budget > 0:
         raise WrongUse(f"time_budget is {time_budget}: expected seconds above 0")
-    if deadline <= 0:
-        raise WrongUse(f"deadline is {deadline}: expected seconds above 0")
+    if save is not None:
+        folder = next(p for p in (Path(save).absolute(), *Path(save).absolute().parents) if p.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise WrongUse(f"cannot save failing cases to {save}: {folder} is not a folder that can be written to")
+    if max_world < 1:
+        raise WrongUse(f"max_world is {max_world}: expected at least 1")
     require_world(max_world)
+
+
+def require_deadline(deadline: float) -> None:
+    """Raises WrongUse for what is no time."""
+    if not deadline > 0:
+        raise WrongUse(f"deadline is {deadline}: expected seconds above 0")
 
 
 def require_world(world: int) -> None:
     """Raises WorldTooLarge unless this machine can run so many ranks."""
-    if world < 1:
-        raise WrongUse(f"max_world is {world}: expected at least 1")
     limit = machine_limit()
     if world > limit.ranks:
         raise WorldTooLarge(
             f"a world of {world} ranks is more than this machine allows: at most {limit.ranks} ({limit.why}); "
-            "ask for fewer"
+            "ask for fewer or use a larger machine"
         )

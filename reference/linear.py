@@ -10,7 +10,7 @@ dimensions of a micro-batch, I in_features, O out_features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from reference.dtypes import Format, format_of
 from reference.lattice import Result, Term, lattice_limits
 from reference.mesh import Mesh
-from reference.recipe import Recipe, fill
+from reference.recipe import EXACT_KINDS, Recipe, fill
 
 Kind = Literal["column", "row"]
 Tensors = dict[str, torch.Tensor]
@@ -78,6 +78,14 @@ class LinearCase:
             raise ValueError(f"axis {self.axis!r} is not the default group: the layer must be given an explicit group")
         if self.sequence_parallel and (self.gather_output or not self.input_is_parallel):
             raise ValueError("sequence_parallel goes with neither gather_output nor input_is_parallel=False")
+        for f in fields(self.recipes):
+            kind = getattr(self.recipes, f.name).kind
+            if kind not in EXACT_KINDS:
+                raise ValueError(
+                    f"recipe kind {kind!r} of {f.name} is not exact, and linear cases are compared bit by bit: "
+                    f"expected one of {', '.join(EXACT_KINDS)}"
+                )
+        lattice_limits(results(self), self.format.precision)  # refuses sizes that cannot be exact
         if self.skip_bias_add and not self.bias:
             raise ValueError("skip_bias_add goes only with bias: there is none to return")
 

@@ -99,6 +99,8 @@ class MegatronCore(WithKnownFaults):
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.bias and not case.skip_bias_add and case.bias_requires_grad and not case.weight_requires_grad:
             self.known_fault("column layer with a frozen weight: the gradient of its bias is dropped")
+        if case.bias and case.skip_bias_add and case.gather_output and case.parallel_size > 1:
+            self.known_fault("column layer with gather_output and skip_bias_add: returns one rank's part of the bias")
         layer = ColumnParallelLinear(
             case.in_features,
             case.out_features,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from harness.bench import Bench, CandidateUnusable
 from harness.describe import version_of
+from harness.errors import WrongUse
 from harness.find import registered
 from harness.world import Pool, RankContext, max_world
 
@@ -67,3 +68,5 @@ def _usable(name: str) -> str:
             return f"usable: {', '.join(subjects)}"
     except CandidateUnusable as error:
         return f"not usable: {error.findings[0].message}"
+    except WrongUse as error:
+        return f"not usable: {error}"

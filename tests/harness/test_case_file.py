@@ -134,3 +134,31 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
         read(str(path))
     with pytest.raises(MalformedReproducer, match="is neither a case in JSON nor a file"):
         read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FAILED tests/test_linear.py::test_linear - " + "x" * 500,  # no file can have such a name
+        "a\x00b",
+        "[" * 100_000,
+        '{"shardproof": ' + "[" * 100_000,
+        '{"shardproof": ' + "9" * 5000 + "}",
+        '{"shardproof": true, "candidate": "builtin", "subject": "mesh", "case": {"mesh": ""}}',
+    ],
+    ids=["pasted line", "nul", "deep", "deep JSON", "long number", "true is not 1"],
+)
+def test_text_that_breaks_a_parser_is_refused_like_any_other(text: str) -> None:
+    with pytest.raises(MalformedReproducer):
+        read(text)
+
+
+def test_a_case_that_cannot_be_exact_is_refused() -> None:
+    case = {"mesh": "tp=1", "kind": "column", "in_features": 1000, "out_features": 1, "dtype": "bf16"}
+    line = json.dumps({"shardproof": 1, "candidate": "builtin", "subject": "linear", "case": case})
+    with pytest.raises(MalformedReproducer, match="cannot be exact with 8 significand bits"):
+        read(line)
+    normal = case | {"in_features": 1, "recipes": {"weight": {"kind": "normal"}}}
+    line = json.dumps({"shardproof": 1, "candidate": "builtin", "subject": "linear", "case": normal})
+    with pytest.raises(MalformedReproducer, match="recipe kind 'normal' of weight is not exact"):
+        read(line)

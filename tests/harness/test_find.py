@@ -119,10 +119,18 @@ def test_the_spec_of_a_class_names_its_module() -> None:
 def test_the_spec_of_a_class_whose_module_cannot_be_imported_names_its_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Loaded from a file, the module is in sys.modules of this process, where no rank finds it.
     found = load(parse_spec("adapter.py:Mine"))
-    monkeypatch.delitem(sys.modules, found.__module__)
     monkeypatch.setattr("inspect.getsourcefile", lambda _: str(folder / "adapter.py"))
-    assert spec_of(found) == Spec("Mine", f"{folder / 'adapter.py'}:Mine", None)
+    assert spec_of(found) == parse_spec(f"{folder / 'adapter.py'}:Mine")
+
+
+def test_a_plus_in_a_folder_is_no_variant(tmp_path: Path) -> None:
+    file = tmp_path / "a+b" / "adapter.py"
+    file.parent.mkdir()
+    file.touch()
+    assert parse_spec(f"{file}:Mine").variant is None
+    assert parse_spec(f"{file}:Mine+F04") == Spec(f"{file}:Mine+F04", f"{file}:Mine", "F04")
 
 
 def test_the_spec_of_a_class_in_a_script_names_the_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +140,7 @@ def test_the_spec_of_a_class_in_a_script_names_the_script(folder: Path, monkeypa
     with pytest.raises(UnknownCandidate, match="Mine is defined in an interactive session: put it in a file"):
         spec_of(Mine)
     script.__file__ = "adapter.py"
-    assert spec_of(Mine) == Spec("Mine", f"{folder / 'adapter.py'}:Mine", None)
+    assert spec_of(Mine) == parse_spec(f"{folder / 'adapter.py'}:Mine")
 
 
 def test_what_is_no_importable_candidate_is_refused() -> None:

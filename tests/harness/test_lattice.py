@@ -17,6 +17,7 @@ from reference.mesh import Mesh
 from reference.recipe import Recipe
 from strategies.linear import cases
 
+MANY = Mesh.of(tp=1, dp=LARGEST_USEFUL)
 roles = st.sampled_from(["a", "b", "c"])
 terms = st.builds(Term, st.integers(1, 12), st.lists(roles, min_size=1, max_size=2).map(tuple))
 some_results = st.lists(st.lists(terms, min_size=1, max_size=2).map(tuple), min_size=1, max_size=4)
@@ -71,14 +72,14 @@ def test_linear_layers_are_exact_in_every_dtype(case: LinearCase, seed: int) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
-@pytest.mark.parametrize("sizes", [(255, 256, 1), (12, 12, 256), (100, 7, 31)])
+@pytest.mark.parametrize("sizes", [(255, 256, 1), (12, 12, 256), (100, 7, 31), (7, 5, 50)])
 def test_sums_as_large_as_can_be_are_exact(dtype: str, sizes: tuple[int, int, int]) -> None:
-    """All of one sign, so that the sums reach their bounds; over two micro-batches where there are tokens for two."""
+    """All of one sign, and on some replica at the limit, so that sums reach their bounds, over two micro-batches."""
     inside, outside, tokens = sizes
     leading = ((tokens,),) if tokens == 1 else ((tokens // 2,), (tokens - tokens // 2,))
     same_sign = LinearRecipes(*[Recipe("constant_per_rank")] * 4)
     for recipes in (LinearRecipes(), same_sign):
-        case = LinearCase(Mesh.of(tp=1), "row", inside, outside, leading, dtype=dtype, bias=True, recipes=recipes)
+        case = LinearCase(MANY, "row", inside, outside, leading, dtype=dtype, bias=True, recipes=recipes)
         assert wrong(case, np.random.default_rng(0)) == []
 
 
@@ -116,6 +117,9 @@ def test_limits_fit_and_no_limit_could_be_larger(found: list[Result], precision:
 
 
 def test_too_many_terms_are_refused() -> None:
-    case = LinearCase(Mesh.of(tp=1), "row", 256, 1, dtype="bf16")
-    with pytest.raises(ValueError, match="sum of 257 terms cannot be exact with 8 significand bits: at most 256 terms"):
+    refusal = "sum of 257 terms cannot be exact with 8 significand bits: at most 256 terms"
+    case = LinearCase(Mesh.of(tp=1), "row", 256, 1)
+    with pytest.raises(ValueError, match=refusal):
         lattice_limits(results(case), 8)
+    with pytest.raises(ValueError, match=refusal):
+        LinearCase(Mesh.of(tp=1), "row", 256, 1, dtype="bf16")

@@ -29,6 +29,7 @@ parts = st.sampled_from([{"column_linear"}, {"row_linear"}, {"column_linear", "r
 scopes = st.builds(
     Scope,
     max_world=st.integers(1, 16),
+    largest_mesh=st.integers(1, 10**6),
     dtypes=st.lists(st.sampled_from(list(FORMATS)), min_size=1, unique=True).map(tuple),
     axes=st.lists(st.sampled_from(AXES), unique=True).map(lambda axes: ("tp", *(a for a in axes if a != "tp"))),
     parts=parts,
@@ -104,7 +105,7 @@ def test_meshes_are_in_the_scope(scope: Scope, methods: set[str], data: st.DataO
     case = data.draw(strategies.mesh.cases(scope))
     assert ("group" if case.live else "group_ranks") in methods
     assert set(case.mesh.names) <= set(scope.axes)
-    assert case.mesh.size <= (scope.max_world if case.live else 10**6)
+    assert case.mesh.size <= (scope.max_world if case.live else scope.largest_mesh)
     for simpler in strategies.mesh.simpler(case, scope):
         assert (simpler.mesh.size, len(simpler.mesh.axes)) <= (case.mesh.size, len(case.mesh.axes))
         assert simpler != case
@@ -184,7 +185,8 @@ def test_meshes_of_every_axis_at_every_position_are_drawn() -> None:
     live = [c.mesh for c in drawn if c.live]
     pure = [c.mesh for c in drawn if not c.live]
     assert {(name, i) for m in live for i, name in enumerate(m.names)} == set(itertools.product(AXES, range(3)))
-    assert {(name, i) for m in pure for i, name in enumerate(m.names)} == set(itertools.product(AXES, range(5)))
+    assert {(name, i) for m in pure for i, name in enumerate(m.names)} >= set(itertools.product(AXES, range(3)))
+    assert any(len(m.axes) == len(AXES) for m in pure)
     assert {m.size for m in live} == set(range(1, 9))
     assert any(len({size for _, size in m.axes if size > 1}) > 1 for m in live), "axes of different sizes"
     assert any(sum(size > 1 for _, size in m.axes) >= 4 for m in pure), "many axes"

@@ -1,0 +1,112 @@
+"""Candidates that hand back something else than what is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from right import Right
+
+from harness import Sharded, Split
+
+
+class NoSharded(Right):
+    def built(self, made: Sharded) -> Any:
+        return made.module
+
+
+class Nothing(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return None
+
+
+class WrongShape(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.cat([y, y], dim=-1)
+
+
+class WrongDtype(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y.double()
+
+
+class OtherDevice(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y.to("meta")
+
+
+class NaN(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y * float("nan")
+
+
+class TooMany(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y, None
+
+
+class TooFew(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return ()
+
+
+class Detached(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y.detach()
+
+
+class Sparse(Right):
+    def output(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        return y.to_sparse()
+
+
+class NoParameter(Right):
+    def built(self, made: Sharded) -> Any:
+        made.module.bias = None  # type: ignore[attr-defined]
+        return made
+
+
+class NoLayout(Right):
+    def built(self, made: Sharded) -> Any:
+        return Sharded(made.module, forward=made.forward, weight=Split(0, "tp"))
+
+
+class WrongParameterShape(Right):
+    def built(self, made: Sharded) -> Any:
+        return Sharded(made.module, forward=made.forward, weight=Split(1, "tp"), bias=Split(0, "tp"))
+
+
+class GradientIsNoTensor(Right):
+    def built(self, made: Sharded) -> Any:
+        made.read_grad = lambda parameter: "gradient"  # type: ignore[assignment,return-value]
+        return made
+
+
+class GradientOfOtherDtype(Right):
+    def built(self, made: Sharded) -> Any:
+        made.read_grad = lambda parameter: parameter.grad.double()  # type: ignore[union-attr]
+        return made
+
+
+class NoGradient(Right):
+    def built(self, made: Sharded) -> Any:
+        made.read_grad = lambda parameter: None
+        return made
+
+
+class WrongGradientOnLastRank(Right):
+    """Only one replica is wrong."""
+
+    def built(self, made: Sharded) -> Any:
+        last = self.rank == self.mesh.size - 1
+        made.read_grad = lambda parameter: parameter.grad * (2 if last else 1)  # type: ignore[operator]
+        return made
+
+
+class OtherLayoutOnRank1(Right):
+    """Rank 1 says that it holds rank 0's part, and does."""
+
+    def built(self, made: Sharded) -> Any:
+        if self.rank == 1:
+            made.outputs = {"output": Split(-1, "cp")}
+        return made
