@@ -27,24 +27,20 @@ from harness.find import Spec, spec_of
 from harness.properties import property_of
 from harness.properties.linear import on_rank
 from harness.world import Pool, RankContext
+from harness.world.traffic import Recorder
 
-
-def hello(context: RankContext) -> int:
-    """The least a rank can do with its group."""
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    return int(one)
+HELLO = f"{Path(__file__).resolve().parent / 'hello.py'}:hello"
 
 
 def warm_start(ranks: int, times: int = 7) -> float:
     """Median seconds from nothing but a running rank server to the first all-reduce on so many fresh ranks."""
     seconds = []
     with Pool(ranks) as pool:
-        pool.run(hello)
+        pool.run(HELLO)
         for _ in range(times):
             started = time.perf_counter()
             pool.restart()
-            pool.run(hello)
+            pool.run(HELLO)
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -63,8 +59,9 @@ def first_case(times: int = 3) -> float:
 def spawned(rank: int, world: int, store: str, spec: Spec, case: Any) -> None:
     """What a rank of a usual test does: start, join the group, run the case, end."""
     torch.set_num_threads(1)
+    context = RankContext(rank, world, Recorder())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    on_rank(RankContext(rank=rank, world_size=world, state={}), spec, case)
+    on_rank(context, spec, case)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,6 @@ from harness.verdict import Finding, Verdict
 from harness.world import Outcome, Pool, Pools
 from reference.codec import encode
 
-
 #: The label of the job that is no case.
 _DESCRIBE = "describe"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from harness.errors import WrongUse
-from harness.world import Terminated
+from harness.world import Terminated, WorldError
 
 EXIT_CODES = (
     "Exit codes: 0 all that was asked ran and holds; 1 a fault in a candidate; "
@@ -19,15 +20,25 @@ EXIT_CODES = (
 
 
 class _Group(click.Group):
-    """Turns our refusals into usage errors with exit code 2; a Ctrl-C leaves nothing behind."""
+    """Gives every end its exit code: our refusals and our own faults 2, Ctrl-C 130, a SIGTERM 143."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except Terminated as signal:
             ctx.exit(signal.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(130)
         except WrongUse as error:
             raise click.UsageError(str(error)) from error
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except WorldError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(2)
+        except Exception:
+            click.echo(f"Error: this is a fault of shardproof's own.\n{traceback.format_exc()}", err=True, nl=False)
+            ctx.exit(2)
 
 
 @click.group(cls=_Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})

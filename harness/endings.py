@@ -51,8 +51,11 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
         details = [error.traceback if kind == "harness" else rest, *map(_waiting, blocked)]
         return [_finding(kind, _said(error, first, _ranks(alike, size)), rank, mesh, "\n".join(filter(None, details)))]
     rank = blocked[0][0]
-    who = "no rank finished" if len(blocked) == size else f"{_ranks([r for r, _ in blocked], size)} did not finish"
-    return [_finding("hang", f"{who}: given up after {outcome.seconds:.1f} s", rank, mesh, _blocked_details(blocked))]
+    returned = [r for r in range(size) if r not in dict(blocked)]
+    who = f"{_ranks([r for r, _ in blocked], size)} did not finish" if returned else "no rank finished"
+    others = f"; {_ranks(returned, size)} did" if returned else ""
+    message = f"{who}: given up after {outcome.seconds:.1f} s{others}"
+    return [_finding("hang", message, rank, mesh, _blocked_details(blocked))]
 
 
 def _said(error: Raised, first: str, who: str) -> str:

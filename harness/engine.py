@@ -25,8 +25,12 @@ from strategies.scope import Scope
 _MOST_FLAKY = 5
 
 
-class _OutOfTime(BaseException):
-    """Ends a search without a failure; no exception that Hypothesis handles."""
+#: A candidate that refused so many cases, and took none, is not asked again: each costs new processes.
+_MOST_REFUSED = 100
+
+
+class _Stop(BaseException):
+    """Ends a search without a failure, for the reason given; no exception that Hypothesis handles."""
 
 
 class Fault(AssertionError):
@@ -88,11 +92,13 @@ def search(
             if tally.failed_at is not None and now - tally.failed_at > limits.shrink_seconds:
                 return  # shrinking has had its time: what is known stays the answer
             if tally.failed_at is None and limits.time_budget is not None and now - started > limits.time_budget:
-                raise _OutOfTime
+                raise _Stop(f"the time budget of {limits.time_budget:g} s is used up")
             trial = bench.check(subject, case)
             _count(tally, case, trial, key)
             tell(bool(trial.verdict.findings))
         if trial.verdict.rejected is not None:
+            if tally.examples == 0 and tally.rejected >= _MOST_REFUSED:
+                raise _Stop(_refused(tally))
             hypothesis.reject()
         kind = trial.verdict.kind
         if kind is not None and kind != "flaky":
@@ -101,8 +107,8 @@ def search(
     test = hypothesis.seed(limits.seed)(_settings(limits)(hypothesis.given(subject.cases(scope))(judge)))
     try:
         test()
-    except _OutOfTime:
-        stopped = f"the time budget of {limits.time_budget:g} s is used up"
+    except _Stop as stop:
+        stopped = str(stop)
     except Fault as fault:
         faults = [fault]
     except BaseExceptionGroup as group:
@@ -110,7 +116,7 @@ def search(
         if len(faults) != len(group.exceptions):
             raise
     except hypothesis.errors.Unsatisfiable:
-        stopped = tally.why_rejected or "no case could be drawn"
+        stopped = _refused(tally) if tally.rejected else "no case could be drawn"
     faults = [_polished(bench, subject, scope, limits, fault, tell) for fault in faults]
     return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
 
@@ -173,10 +179,14 @@ def _fault_class(kind: Kind) -> type[Fault]:
     return _FAULTS[kind]
 
 
+def _refused(tally: _Tally) -> str:
+    return f"the candidate refused {tally.rejected} cases, for example: {tally.why_rejected}"
+
+
 def _why_fewer(tally: _Tally, limits: Limits) -> str | None:
     if tally.failed_at is None and tally.examples < limits.examples:
         if tally.rejected:
-            return f"the candidate refused {tally.rejected} cases, for example: {tally.why_rejected}"
+            return _refused(tally)
         return "there are no more different cases within the limits"
     return None
 

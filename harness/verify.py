@@ -77,20 +77,19 @@ def verify(
         for spec, bench in benches.items():
             if isinstance(bench, CandidateUnusable):
                 for subject in chosen:
-                    failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(bench.findings))
-                    rows.append(Row(spec.text, subject.subject, "fault", failures=(failure,)))
+                    rows.append(_unusable(spec, subject, bench))
                     listen(SubjectDone(rows[-1]))
-            else:
-                with bench:
-                    libraries[spec.text] = _library(bench)
-                    listen(CandidateDescribed(spec.text, libraries[spec.text]))
-                    for number, subject in enumerate(chosen):
-                        left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
-                        share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
-                        limits = Limits(examples, seed, share)
-                        row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
-                        rows.append(_saved(row, save))
-                        listen(SubjectDone(rows[-1]))
+                continue
+            with bench:
+                libraries[spec.text] = _library(bench)
+                listen(CandidateDescribed(spec.text, libraries[spec.text]))
+                for number, subject in enumerate(chosen):
+                    left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
+                    share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
+                    limits = Limits(examples, seed, share)
+                    row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
+                    rows.append(_saved(row, save))
+                    listen(SubjectDone(rows[-1]))
     done = RunDone(seed, tuple(rows), time.monotonic() - started, libraries)
     listen(done)
     return done
@@ -119,13 +118,10 @@ def _row(
 ) -> Row:
     name = bench.spec.text
     if not subject.offered(bench.description):
-        # What was asked for by name and cannot run must not look like a run that went well.
+        if not asked:
+            return Row(name, subject.subject, "not offered")
         why = f"the candidate defines none of {', '.join(subject.methods)}"
-        return (
-            Row(name, subject.subject, "nothing ran", stopped=why)
-            if asked
-            else Row(name, subject.subject, "not offered")
-        )
+        return Row(name, subject.subject, "nothing ran", stopped=why)
     scope = bench.description.scope(max_world, dtypes)
     if subject.uses_dtype and not scope.dtypes:
         has = ", ".join(bench.description.dtypes)
@@ -139,6 +135,11 @@ def _described(spec: Spec, deadline: float, stack: contextlib.ExitStack) -> Benc
         return stack.enter_context(Bench(spec, deadline=deadline))
     except CandidateUnusable as error:
         return error
+
+
+def _unusable(spec: Spec, subject: Property, why: CandidateUnusable) -> Row:
+    failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(why.findings))
+    return Row(spec.text, subject.subject, "fault", failures=(failure,))
 
 
 def _saved(row: Row, folder: Path | str | None) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import strategies.mesh
+from harness.candidate import NotOffered
 from harness.find import Spec
+from harness.local import WrongResult
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
 from harness.session import Session, phase
@@ -35,7 +38,13 @@ def _pure(session: Session, case: MeshCase) -> Observation:
     for axes in expected_groups(case.mesh):
         with phase(f"group_ranks of {'-'.join(axes)}"):
             ranks = candidate.group_ranks(case.mesh, axes)
-            computed[axes] = None if ranks is None else np.asarray(ranks)
+            found = computed[axes] = None if ranks is None else np.asarray(ranks)
+        if found is not None and found.dtype.kind not in "iu":
+            raise WrongResult(
+                f"group_ranks of {'-'.join(axes)} returned {reprlib.repr(ranks)}; expected ranks, [groups, group size]"
+            )
+    if all(ranks is None for ranks in computed.values()):
+        raise NotOffered("group_ranks returned None for every axis")
     return Observation(facts=computed)
 
 
@@ -45,11 +54,17 @@ def _live(session: Session, case: MeshCase) -> Observation:
     for axes in expected_groups(case.mesh):
         with phase(f"group of {'-'.join(axes)}"):
             group = candidate.group(axes)
-            if isinstance(group, dist.ProcessGroup):
-                facts[axes] = {"ranks": tuple(dist.get_process_group_ranks(group)), "name": group.group_name}
-                groups[axes] = group
+        if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+            continue
+        if not isinstance(group, dist.ProcessGroup):
+            raise WrongResult(f"group of {'-'.join(axes)} returned {reprlib.repr(group)}; expected a ProcessGroup")
+        facts[axes] = {"ranks": tuple(dist.get_process_group_ranks(group)), "name": group.group_name}
+        groups[axes] = group
+    everyone = _exchange(facts)
+    if not any(everyone):
+        raise NotOffered("group returned None for every axis")
     # Only collectives that cannot cross-talk are started: a wrong answer is better than a hang.
-    if not _problems(case, _exchange(facts)):
+    if not _problems(case, everyone):
         for axes, group in groups.items():
             facts[axes] |= _use(group)
     return Observation(facts=facts)
@@ -76,13 +91,17 @@ def _problems(case: MeshCase, everyone: Sequence[Facts]) -> list[Finding]:
     members_of: dict[str, tuple[int, tuple[int, ...]]] = {}
     for axes, groups in expected_groups(case.mesh).items():
         want = {int(rank): tuple(int(r) for r in group) for group in groups for rank in group}
+        has = [rank for rank in want if axes in everyone[rank]]
         for rank, facts in enumerate(everyone):
-            if axes not in facts:
-                continue
             # A rank outside every such group (a middle stage and the embedding) may have none or one of its own.
-            if rank not in want:
+            if rank not in want or not has:
                 continue
-            found, label = facts[axes], "-".join(axes)
+            label = "-".join(axes)
+            if axes not in facts:
+                message = f"{case.mesh.describe(rank)} has no {label} group; {case.mesh.describe(has[0])} has one"
+                findings.append(_finding(case, rank, label, message, "disagree"))
+                continue
+            found = facts[axes]
             if found["ranks"] != want[rank]:
                 message = (
                     f"the {label} group of {case.mesh.describe(rank)} holds ranks {list(found['ranks'])}; "

@@ -89,7 +89,7 @@ def parents(tmp_path: Path) -> Iterator[list[Parent]]:
 STUCK = """
 import pathlib, sys, time
 import rank_functions
-from harness.world import Pool, terminate_cleanly
+from harness.world import Pool, Terminated, terminate_cleanly
 folder = pathlib.Path(sys.argv[0]).parent
 if "cleanly" in folder.name:
     terminate_cleanly()
@@ -99,8 +99,11 @@ pending = pool.start(rank_functions.stuck_in_every_way, str(folder))
 while not (folder / "child").exists():
     time.sleep(0.01)
 time.sleep(0.3)
-print("stuck", *pids, flush=True)
-pending.result()
+try:
+    print("stuck", *pids, flush=True)
+    pending.result()
+except Terminated as ending:
+    sys.exit(ending.exit_code)
 """
 
 

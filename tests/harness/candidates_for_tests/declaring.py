@@ -29,6 +29,10 @@ class NoTokens(Right):
     token_dims = (0,)
 
 
+class NoMesh(Right):
+    largest_mesh = 0
+
+
 class Missing(Right):
     requires = ("no-such-distribution",)
 
@@ -37,5 +41,5 @@ class HalfOnly(Right):
     dtypes = ("fp16",)
 
 
-class NoSubject:
+class NoCandidate:
     """Not a subclass of Candidate."""

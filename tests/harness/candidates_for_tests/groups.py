@@ -21,6 +21,11 @@ class NoGroup(Right):
         return None
 
 
+class OnRank0Only(Right):
+    def group(self, axes: tuple[str, ...]) -> Any:
+        return self.tp if axes == ("tp",) and self.rank == 0 else None
+
+
 class NoGroupRanks(Right):
     def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
         return None
@@ -28,7 +33,7 @@ class NoGroupRanks(Right):
 
 class Words(Right):
     def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        return [["a"] * mesh.axis_size(axes)] * (mesh.size // mesh.axis_size(axes))
+        return [["zero", "one"]]
 
 
 class Ragged(Right):
@@ -38,7 +43,7 @@ class Ragged(Right):
 
 class NotNumbers(Right):
     def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        return mesh.groups(axes) * float("nan")
+        return [[0, float("nan")]]
 
 
 class RaisesOnPaper(Right):

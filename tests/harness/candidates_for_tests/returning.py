@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from right import Right
 
-from harness import Sharded, Split
+from harness import Partial, Sharded, Split
 
 
 class NoSharded(Right):
@@ -60,6 +60,26 @@ class Sparse(Right):
         return y.to_sparse()
 
 
+class LayoutThatDoesNotFit(Right):
+    def built(self, made: Sharded) -> Any:
+        made.outputs = {"output": Split(5, "tp")}
+        return made
+
+
+class GradientLayoutThatDoesNotFit(Right):
+    def built(self, made: Sharded) -> Any:
+        made.grads["bias"] = Split(0, "tp", sizes=(1, 2, 3))
+        return made
+
+
+class OnMeta(Right):
+    """As a module is that was never given its memory."""
+
+    def built(self, made: Sharded) -> Any:
+        made.module.to("meta")  # type: ignore[attr-defined]
+        return made
+
+
 class NoParameter(Right):
     def built(self, made: Sharded) -> Any:
         made.module.bias = None  # type: ignore[attr-defined]
@@ -104,9 +124,9 @@ class WrongGradientOnLastRank(Right):
 
 
 class OtherLayoutOnRank1(Right):
-    """Rank 1 says that it holds rank 0's part, and does."""
+    """Only the last rank says that its gradient still has to be summed."""
 
     def built(self, made: Sharded) -> Any:
         if self.rank == 1:
-            made.outputs = {"output": Split(-1, "cp")}
+            made.grads["bias"] = Partial("tp")
         return made

@@ -1,0 +1,124 @@
+"""The search: reproducible, every kind of fault shrunk, flaky ones kept, our own told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trials import BAD, GOOD, TWO, bench, judge
+
+from harness.bench import Bench
+from harness.engine import Limits, search
+from harness.events import Row
+from harness.properties import PROPERTIES
+from reference.linear import LinearCase
+
+LINEAR = PROPERTIES["linear"]
+
+
+def searched(made: Bench, subject: Any = LINEAR, *, tell: Callable[[bool], None] = lambda _: None, **limits: Any) -> Row:
+    scope = made.description.scope(2, ["fp32"])
+    return search(made, subject, scope, Limits(**{"examples": 10, "seed": 3, "shrink_seconds": 10.0, **limits}), tell)
+
+
+def drawn(seed: int) -> list[LinearCase]:
+    """The cases of a run in which each holds, in order."""
+    cases: list[LinearCase] = []
+
+    def expected(case: LinearCase) -> Any:
+        cases.append(case)
+        return LINEAR.expected(case)
+
+    with bench("right.py:Right") as made:
+        row = searched(made, dataclasses.replace(LINEAR, expected=expected), seed=seed)
+    assert row.result == "held"
+    assert row.examples == len(cases) == 10
+    return cases
+
+
+def test_the_seed_decides_the_cases_and_their_order() -> None:
+    first = drawn(5)
+    assert drawn(5) == first
+    assert drawn(6) != first
+
+
+def test_a_fault_is_shrunk_to_the_simplest_case() -> None:
+    told: list[bool] = []
+    with bench("raising.py:InForward") as made:
+        row = searched(made, tell=told.append)
+    (failure,) = row.failures
+    case = failure.reproducer.case
+    assert (row.result, failure.kind) == ("fault", "error")
+    assert case == LinearCase(dataclasses.replace(TWO, axes=(("tp", 1),)), "column", 1, 1, bias=True)
+    assert row.found_after == told.index(True) + 1
+    assert failure.history == (), "it was seen in fresh processes"
+
+
+def test_a_failure_that_depends_on_what_ran_before_is_flaky_and_names_it() -> None:
+    other = dataclasses.replace(BAD, in_features=3)
+    with bench("flaky.py:SecondCase") as made:
+        assert judge(made, BAD).holds
+        assert judge(made, GOOD).holds
+        trial = made.check(LINEAR, other)
+        assert judge(made, GOOD).holds
+    (finding,) = trial.verdict.findings[:1]
+    assert finding.kind == "flaky"
+    assert finding.message.startswith("failed once and held in fresh processes: output[0] differs from one process")
+    assert (finding.tensor, finding.place) == ("output[0]", "rank 0 (tp=0)")
+    assert len(trial.history) == 2, "the cases, and no job of our own"
+    assert all(line in finding.details for line in trial.history)
+    assert trial.history[0] == '{"mesh": "tp=2", "kind": "column", "in_features": 2, "out_features": 4, "bias": true}'
+
+
+def test_flaky_failures_are_never_dropped() -> None:
+    with bench("flaky.py:SecondCase") as made:
+        row = searched(made, examples=15)
+    assert row.result == "fault"
+    assert {failure.kind for failure in row.failures} == {"flaky"}
+    assert row.examples == 15, "the search goes on: there may be a fault that stays"
+    assert all(failure.history for failure in row.failures)
+
+
+@pytest.mark.parametrize("part", ["expected", "judge"])
+def test_our_own_fault_is_told_apart(part: str) -> None:
+    def broken(*arguments: object) -> Any:
+        raise ZeroDivisionError("in our arithmetic")
+
+    subject: Any = dataclasses.replace(LINEAR, **{part: broken})
+    with bench("right.py:Right") as made:
+        row = searched(made, subject)
+        assert made.check(LINEAR, GOOD).verdict.holds, "and the next case runs"
+    (failure,) = row.failures
+    assert failure.kind == "harness"
+    finding = failure.verdict.findings[0]
+    said = "the reference raised" if part == "expected" else "judging raised"
+    assert finding.message == f"{said} ZeroDivisionError: in our arithmetic"
+    assert "in broken" in finding.details
+
+
+def test_a_candidate_that_refuses_everything_ran_nothing_and_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.engine._MOST_REFUSED", 5)
+    with bench("refusing.py:Everything") as made:
+        row = searched(made, examples=1000)
+    assert (row.result, row.examples, row.rejected) == ("nothing ran", 0, 5)
+    assert row.stopped == "the candidate refused 5 cases, for example: only on Tuesdays"
+
+
+def test_refused_cases_are_counted_and_not_as_passed() -> None:
+    with bench("refusing.py:Bias") as made:
+        row = searched(made)
+    assert row.result == "held"
+    assert row.examples > 0
+    assert row.rejected > 0
+
+
+def test_a_used_up_time_budget_is_said() -> None:
+    with bench("right.py:Right") as made:
+        row = searched(made, examples=100_000, time_budget=0.5)
+    assert row.result == "held"
+    assert 0 < row.examples < 100_000
+    assert row.stopped == "the time budget of 0.5 s is used up"

@@ -1,0 +1,168 @@
+"""The main job in one process: rows, events, exit codes; a bad candidate does not keep the next one from running."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trials import candidate
+
+from harness.bench import Bench
+from harness.case_file import read
+from harness.errors import WrongUse
+from harness.events import Event, Row, RunDone, RunStarted, SubjectDone
+from harness.find import UnknownCandidate
+from harness.properties import PROPERTIES
+from harness.report.json_file import write_json
+from harness.verify import WorldTooLarge, exit_code, verify
+
+
+def run(*names: str, **options: Any) -> RunDone:
+    options = {"subjects": ["linear"], "examples": 4, "max_world": 2, "seed": 1, "save": None, **options}
+    return verify(*(candidate(name) for name in names), **options)
+
+
+def results(done: RunDone) -> list[str]:
+    return [row.result for row in done.rows]
+
+
+def test_a_bad_candidate_does_not_keep_the_next_from_running(tmp_path: Path) -> None:
+    events: list[Event] = []
+    names = ("raising_on_import.py:Mine", "dying_on_import.py:Mine", "raising.py:InBuild", "right.py:Right")
+    done = run(*names, examples=6, listen=events.append, save=tmp_path / "new" / "folder")
+    assert results(done) == ["fault", "fault", "fault", "held"]
+    assert [row.failures[0].kind for row in done.rows[:3]] == ["error", "crash", "error"]
+    assert exit_code(done.rows) == 1
+    assert isinstance(events[0], RunStarted)
+    assert events[0].seed == done.seed == 1
+    assert isinstance(events[-1], RunDone)
+    assert [event.row for event in events if isinstance(event, SubjectDone)] == list(done.rows)
+    unusable, built = done.rows[0].failures[0], done.rows[2].failures[0]
+    assert unusable.saved is None, "there is no case to save"
+    assert built.saved is not None
+    assert read(built.saved) == built.reproducer
+    assert [str(p) for p in (tmp_path / "new" / "folder").iterdir()] == [built.saved]
+    assert done.rows[3].examples == 6
+
+    write_json(tmp_path / "run.json", done)
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["seed"], data["exit_code"]) == (1, 1)
+    assert [row["result"] for row in data["rows"]] == results(done)
+    (failure,) = data["rows"][2]["failures"]
+    assert read(json.dumps(failure["reproducer"])) == built.reproducer
+    assert (failure["kind"], failure["saved"], failure["history"]) == ("error", built.saved, [])
+    assert failure["findings"][0]["message"].startswith("the candidate raised in build on rank 0: KeyError")
+    assert data["rows"][0]["failures"][0]["reproducer"] is None
+
+
+def test_numbers_travel_exactly_in_json(tmp_path: Path) -> None:
+    done = run("returning.py:NaN")
+    write_json(tmp_path / "run.json", done)
+    finding = json.loads((tmp_path / "run.json").read_text())["rows"][0]["failures"][0]["findings"][0]
+    assert finding["got"] == "nan"
+    assert isinstance(float(finding["want"]), float)
+    assert finding["tensor"] == "output[0]"
+
+
+def test_our_own_fault_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(case: object) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(PROPERTIES, "linear", dataclasses.replace(PROPERTIES["linear"], expected=broken))  # type: ignore[arg-type]
+    done = run("right.py:Right")
+    assert done.rows[0].failures[0].kind == "harness"
+    assert exit_code(done.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("results", "kinds", "code"),
+    [
+        (["held", "held"], [], 0),
+        (["held", "not offered"], [], 0),
+        (["not offered"], [], 3),
+        (["nothing ran"], [], 3),
+        (["held", "nothing ran"], [], 3),
+        ([], [], 3),
+        (["held", "fault"], ["flaky"], 1),
+        (["held", "fault"], ["harness"], 2),
+        (["nothing ran", "fault", "fault"], ["harness", "hang"], 1),
+    ],
+)
+def test_exit_codes(results: list[Any], kinds: list[str], code: int) -> None:
+    class Failed:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+    rows = [Row("mine", "linear", result) for result in results if result != "fault"]
+    rows += [Row("mine", "linear", "fault", failures=(Failed(kind),)) for kind in kinds]  # type: ignore[arg-type]
+    assert exit_code(rows) == code
+
+
+def test_only_the_dtypes_asked_for_are_drawn() -> None:
+    done = run("declaring.py:HalfOnly", "raising.py:InForward", dtypes=["bf16", "fp64"], examples=8)
+    half, other = done.rows
+    assert (half.result, half.examples) == ("nothing ran", 0)
+    assert half.stopped == "the candidate has only fp16"
+    assert other.failures[0].reproducer.case.dtype in ("bf16", "fp64")
+
+
+def test_a_subject_that_is_asked_for_and_not_offered_is_not_green() -> None:
+    assert results(run("right.py:Right", subjects=None)) == ["not offered", "held"]
+    done = run("right.py:Right", subjects=["mesh", "linear"])
+    assert results(done) == ["nothing ran", "held"]
+    assert done.rows[0].stopped == "the candidate defines none of group, group_ranks"
+    assert exit_code(done.rows) == 3
+
+
+def test_the_time_budget_is_for_the_whole_run() -> None:
+    done = run("right.py:Right", examples=100_000, time_budget=1.0)
+    assert done.seconds < 30
+    assert "the time budget of" in str(done.rows[0].stopped)
+
+
+def test_a_seed_is_drawn_and_told() -> None:
+    seeds = {run("right.py:Right", seed=None, examples=1).seed for _ in range(2)}
+    assert len(seeds) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"subjects": ["lineal"]}, "unknown subject 'lineal': expected one of mesh, linear"),
+        ({"dtypes": ["fp8"]}, "unknown dtype 'fp8': expected one of fp32, fp64, bf16, fp16"),
+        ({"examples": 0}, "examples is 0: expected at least 1"),
+        ({"seed": -1}, "seed is -1: expected at least 0"),
+        ({"max_world": 0}, "max_world is 0: expected at least 1"),
+        ({"max_world": 10**6}, "a world of 1000000 ranks is more than this machine allows: at most "),
+        ({"time_budget": 0.0}, "time_budget is 0.0: expected seconds above 0"),
+        ({"time_budget": float("nan")}, "time_budget is nan: expected seconds above 0"),
+        ({"deadline": 0.0}, "deadline is 0.0: expected seconds above 0"),
+        ({"deadline": float("nan")}, "deadline is nan: expected seconds above 0"),
+        ({"save": "/dev/null/folder"}, "cannot save failing cases to /dev/null/folder: /dev/null is not a folder"),
+    ],
+)
+def test_wrong_use_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    def not_reached(*arguments: object, **options: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(Bench, "__init__", not_reached)
+    with pytest.raises(WrongUse, match=re.escape(message)):
+        run("right.py:Right", **options)
+
+
+def test_no_candidate_and_no_such_candidate_are_wrong_use() -> None:
+    with pytest.raises(WrongUse, match="no candidate is given: name at least one, for example builtin"):
+        verify()
+    with pytest.raises(UnknownCandidate, match="has no 'Nope'"):
+        run("right.py:Right", "right.py:Nope")
+
+
+def test_the_message_about_a_large_world_says_why() -> None:
+    with pytest.raises(WorldTooLarge, match=r"at most \d+ \(.+\); ask for fewer or use a larger machine$"):
+        run("right.py:Right", max_world=10**6)

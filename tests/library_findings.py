@@ -1,0 +1,77 @@
+"""The findings of docs/findings.md, in plain calls of the libraries and without shardproof.
+
+    torchrun --nproc-per-node 3 tests/library_findings.py row_bias
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def row_bias(partial=0.0, bias=193.0, dtype=torch.bfloat16):
+    """The output of a row layer whose first rank contributes `partial`, beside what it should be."""
+    n = dist.get_world_size()
+    layer = nn.Linear(n, 1, dtype=dtype)
+    nn.init.ones_(layer.weight)
+    nn.init.constant_(layer.bias, bias)
+    layer = parallelize_module(layer, init_device_mesh("cpu", (n,)), RowwiseParallel())
+    x = torch.full((1, 1), partial if dist.get_rank() == 0 else 0.0, dtype=dtype)
+    return layer(x).item(), partial + bias
+
+
+def one_feature_column():
+    """Backward of a column layer with one output feature and a bias, on a mesh of one rank."""
+    layer = parallelize_module(nn.Linear(3, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    layer(torch.ones(2, 3)).sum().backward()
+
+
+def one_feature_row():
+    """Forward of a row layer with one input feature, on a mesh of one rank."""
+    layer = parallelize_module(nn.Linear(1, 3), init_device_mesh("cpu", (1,)), RowwiseParallel())
+    layer(torch.ones(2, 1, 1))
+
+
+def megatron_column(out_features, **options):
+    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    n = dist.get_world_size()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=n)
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")  # where it allocates the gathered output
+    config = ModelParallelConfig(tensor_model_parallel_size=n, use_cpu_initialization=True)
+    return ColumnParallelLinear(3, out_features, config=config, init_method=nn.init.ones_, **options)
+
+
+def frozen_weight():
+    """The gradient of the bias of a column layer whose weight is frozen."""
+    layer = megatron_column(4)
+    layer.weight.requires_grad_(False)
+    y, _ = layer(torch.ones(2, 1, 3, requires_grad=True))
+    y.sum().backward()
+    return layer.bias.grad
+
+
+def gathered_bias(out_features):
+    """The output with the returned bias added, of a column layer with bias 0, 1, 2 ... and weight 0."""
+    layer = megatron_column(out_features, gather_output=True, skip_bias_add=True)
+    local = layer.bias.numel()
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.copy_(torch.arange(local) + dist.get_rank() * local)
+    y, bias = layer(torch.ones(1, 1, 3))
+    return (y + bias).flatten().tolist()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    found = globals()[sys.argv[1]](*map(int, sys.argv[2:]))
+    print(f"rank {dist.get_rank()}: {found}")
+    dist.destroy_process_group()

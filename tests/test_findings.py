@@ -1,0 +1,83 @@
+"""The findings of docs/findings.md still stand. A test that fails here means a fixed library: remove the note, and the
+refusal in the candidate."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import library_findings
+import pytest
+import torch
+
+from harness.bench import Bench
+from harness.case_file import Reproducer, read
+from harness.properties import property_of
+from harness.world import Outcome, Pool, RankContext, Raised
+
+NOTE = Path(__file__).parent.parent / "docs" / "findings.md"
+REPRODUCERS = [read(line) for line in re.findall(r"^shardproof replay '(.*)'$", NOTE.read_text("utf-8"), re.MULTILINE)]
+
+
+def on_rank(context: RankContext, name: str, *args: object) -> object:
+    return getattr(library_findings, name)(*args)
+
+
+def outcome(ranks: int, name: str, *args: object) -> Outcome:
+    with Pool(ranks) as pool:
+        return pool.run(on_rank, name, *args)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "partial", "bias", "dtype", "found"),
+    [
+        (3, 0.0, 193.0, torch.bfloat16, 194.0),
+        (3, 1.0, 1.0, torch.float64, 1.9999999999999998),
+        (2, 200.0, 1.0, torch.bfloat16, 200.0),
+    ],
+)
+def test_torch_rounds_the_bias_of_a_row_layer(
+    ranks: int, partial: float, bias: float, dtype: torch.dtype, found: float
+) -> None:
+    assert outcome(ranks, "row_bias", partial, bias, dtype).values() == [(found, partial + bias)] * ranks
+
+
+@pytest.mark.parametrize("name", ["one_feature_column", "one_feature_row"])
+def test_torch_cannot_run_a_layer_of_one_feature_on_one_rank(name: str) -> None:
+    (ending,) = outcome(1, name).ranks
+    assert isinstance(ending, Raised), ending
+    assert "would remove or reshape sharded dimension" in ending.message
+
+
+def test_megatron_drops_the_bias_gradient_beside_a_frozen_weight() -> None:
+    pytest.importorskip("megatron.core")
+    assert outcome(2, "frozen_weight").values() == [None, None]
+
+
+def test_megatron_returns_one_ranks_bias_with_the_gathered_output() -> None:
+    pytest.importorskip("megatron.core")
+    assert outcome(2, "gathered_bias", 2).values() == [[0.0, 0.0], [1.0, 1.0]]  # one process: [0, 1]
+    for ending in outcome(2, "gathered_bias", 4).ranks:
+        assert isinstance(ending, Raised), ending
+        assert "must match the size" in ending.message
+
+
+@pytest.mark.parametrize("found", REPRODUCERS, ids=lambda r: f"{r.candidate}-{r.case.kind}-{r.case.mesh}")
+def test_the_case_of_a_note_fails_when_it_runs_and_is_refused_otherwise(found: Reproducer) -> None:
+    if found.candidate.startswith("megatron"):
+        pytest.importorskip("megatron.core")
+    name, subject = found.candidate.removesuffix("+strict"), property_of(found.subject)
+    assert name != found.candidate
+    with Bench(found.candidate) as strict:
+        assert strict.check(subject, found.case).verdict.findings
+    with Bench(name) as usual:
+        assert (usual.check(subject, found.case).verdict.rejected or "").startswith("known fault: ")
+
+
+def test_the_note_shows_the_code_that_is_run() -> None:
+    source, note = Path(library_findings.__file__).read_text("utf-8"), NOTE.read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", note, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert block.strip() in source
+    assert len(REPRODUCERS) == 5
