@@ -4,6 +4,8 @@ The public names. Importing this imports neither torch nor Hypothesis: the comma
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, Sharded
@@ -39,6 +41,17 @@ _LATER = {
     "new_group": "harness.groups",
     "verify": "harness.verify",
 }
+
+
+class _Package(types.ModuleType):
+    """Importing the module harness.check or harness.verify must not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LATER and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 
 import hypothesis
 from hypothesis.strategies import SearchStrategy
@@ -15,33 +14,50 @@ from harness.case_file import Reproducer
 from harness.events import Failure
 from harness.find import Spec, spec_of
 from harness.properties import property_of
+from harness.properties.base import Description
 from harness.report.terminal import print_failure
 
 
-def bench_of(candidate: str | type[Candidate]) -> Bench:
-    """The ranks of a candidate, started when first asked and kept until the process ends."""
-    return _bench(spec_of(candidate))
+class _Benches:
+    """The ranks of one candidate at a time: idle ranks are not free, since every gloo group polls."""
+
+    def __init__(self) -> None:
+        self._bench: Bench | None = None
+        self._described: dict[Spec, Description] = {}
+
+    def of(self, spec: Spec) -> Bench:
+        """The candidate's ranks; those of another candidate end."""
+        if self._bench is None or self._bench.spec != spec:
+            self.close()
+            self._bench = Bench(spec)
+            self._described[spec] = self._bench.description
+        return self._bench
+
+    def description(self, spec: Spec) -> Description:
+        return self._described[spec] if spec in self._described else self.of(spec).description
+
+    def close(self) -> None:
+        if self._bench is not None:
+            self._bench.close()
+        self._bench = None
 
 
-@functools.cache
-def _bench(spec: Spec) -> Bench:
-    bench = Bench(spec)
-    atexit.register(bench.close)
-    return bench
+_BENCHES = _Benches()
+atexit.register(_BENCHES.close)
 
 
 def cases(
     subject: str,
     candidate: str | type[Candidate],
     *,
-    max_world: int = 4,
+    max_world: int = 6,
     dtypes: tuple[str, ...] | None = None,
 ) -> SearchStrategy[object]:
     """The strategy of a subject's cases within what the candidate supports, for ``@given``.
 
     Raises ValueError where the candidate does not offer the subject.
     """
-    described = bench_of(candidate).description
+    described = _BENCHES.description(spec_of(candidate))
     if not property_of(subject).offered(described):
         raise ValueError(f"{described.spec} does not offer the subject {subject!r}: leave it out")
     drawn: SearchStrategy[object] = property_of(subject).cases(described.scope(max_world, dtypes))
@@ -51,7 +67,7 @@ def cases(
 def check(subject: str, candidate: str | type[Candidate], case: object) -> None:
     """Runs one case on real ranks. Raises AssertionError with findings and reproducer where it does not hold; a case
     that the candidate refuses is rejected, as ``hypothesis.assume`` does."""
-    trial = bench_of(candidate).check(property_of(subject), case)
+    trial = _BENCHES.of(spec_of(candidate)).check(property_of(subject), case)
     if trial.verdict.rejected is not None:
         hypothesis.reject()
     if trial.verdict.findings:

@@ -51,7 +51,7 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = [
         click.option("--subject", "subjects", multiple=True, help="Only this subject (repeatable)."),
         click.option("--examples", default=100, show_default=True, help="Cases for each subject and candidate."),
-        click.option("--max-world", default=4, show_default=True, help="The most ranks of a case."),
+        click.option("--max-world", default=6, show_default=True, help="The most ranks of a case."),
         click.option("--dtype", "dtypes", multiple=True, help="Only this dtype: fp32, fp64, bf16, fp16 (repeatable)."),
         click.option("--seed", type=click.IntRange(min=0), help="Draw the same cases again."),
         click.option("--time-budget", type=float, help="Seconds for the whole run."),
@@ -122,7 +122,11 @@ def verify(
             listen=report,
         )
     if json_file is not None:
-        write_json(json_file, done)
+        try:
+            write_json(json_file, done)
+        except OSError as error:
+            click.echo(f"Error: cannot write --json {json_file}: {error.strerror}", err=True)
+            sys.exit(2)
     sys.exit(exit_code(done.rows))
 
 
@@ -152,9 +156,9 @@ def replay(case: str, deadline: float) -> None:
         print_failure(console, Failure(reproducer, verdict))
         sys.exit(2 if verdict.kind == "harness" else 1)
     if verdict.rejected is not None:
-        console.print(f"nothing ran: the candidate refuses the case: {verdict.rejected}", markup=False)
+        console.print(f"nothing ran: the candidate refuses the case: {verdict.rejected}", markup=False, soft_wrap=True)
         sys.exit(3)
-    console.print(f"holds: {reproducer.candidate}, {reproducer.subject}", style="green", markup=False)
+    console.print(f"holds: {reproducer.candidate}, {reproducer.subject}", style="green", markup=False, soft_wrap=True)
 
 
 @main.command(name="list")

@@ -46,7 +46,7 @@ def verify(
     *candidates: str | type[Candidate],
     subjects: Sequence[str] | None = None,
     examples: int = 100,
-    max_world: int = 4,
+    max_world: int = 6,
     dtypes: Sequence[str] | None = None,
     seed: int | None = None,
     time_budget: float | None = None,

@@ -1,6 +1,6 @@
 """The findings of docs/findings.md, in plain calls of the libraries and without shardproof.
 
-    torchrun --nproc-per-node 3 tests/library_findings.py row_bias
+torchrun --nproc-per-node 3 tests/library_findings.py row_bias
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from harness.bench import Bench
 from harness.case_file import Reproducer, read
 from harness.properties import property_of
-from harness.world import Outcome, Pool, RankContext, Raised
+from harness.world import Outcome, Pool, Raised, RankContext
 
 NOTE = Path(__file__).parent.parent / "docs" / "findings.md"
 REPRODUCERS = [read(line) for line in re.findall(r"^shardproof replay '(.*)'$", NOTE.read_text("utf-8"), re.MULTILINE)]

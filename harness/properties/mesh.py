@@ -34,6 +34,8 @@ def on_rank(context: RankContext, spec: Spec, case: MeshCase) -> Observation:
 
 def _pure(session: Session, case: MeshCase) -> Observation:
     candidate = session.make()
+    if not candidate.offers("group_ranks"):
+        raise NotOffered("the candidate has no group_ranks")
     computed = {}
     for axes in expected_groups(case.mesh):
         with phase(f"group_ranks of {'-'.join(axes)}"):
@@ -50,6 +52,8 @@ def _pure(session: Session, case: MeshCase) -> Observation:
 
 def _live(session: Session, case: MeshCase) -> Observation:
     candidate = session.on(case.mesh)
+    if not candidate.offers("group"):
+        raise NotOffered("the candidate has no group")
     groups, facts = {}, Facts()
     for axes in expected_groups(case.mesh):
         with phase(f"group of {'-'.join(axes)}"):

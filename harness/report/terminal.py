@@ -86,7 +86,7 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
         library = "" if row.result == "not offered" else libraries.get(row.candidate, "")
         ran = row.result != "not offered"
         table.add_row(
-            escape(row.candidate),
+            escape(row.candidate.rpartition("/")[2]),  # of a file its name; the failures name it in full
             escape(library),
             row.subject,
             f"[{_STYLES[row.result]}]{result}[/]",

@@ -241,7 +241,11 @@ def test_groups_of_which_there_is_none_are_not_passed(name: str, case: object) -
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("raising_on_import.py:Mine", "error", "raised in import on rank 0: ModuleNotFoundError: No module named 'no_s"),
+        (
+            "raising_on_import.py:Mine",
+            "error",
+            "raised in import on rank 0: ModuleNotFoundError: No module named 'no_s",
+        ),
         ("raising.py:InConstruction", "error", "the candidate raised in construction on rank 0: RuntimeError: no lice"),
         ("dying_on_import.py:Mine", "crash", "rank 0 died: exited with code 7 without returning"),
         ("declaring.py:UnknownFeature", "error", "supports names 'teleportation'; expected some of column_weight_at"),
@@ -251,7 +255,11 @@ def test_groups_of_which_there_is_none_are_not_passed(name: str, case: object) -
         ("declaring.py:UnknownCut", "error", "uneven is 'left'; expected 'balanced' or 'chunk'"),
         ("declaring.py:NoTokens", "error", "token_dims is (0,); expected whole numbers from 1 to 4"),
         ("declaring.py:NoMesh", "error", "largest_mesh is 0; expected at least 1"),
-        ("declaring.py:Missing", "error", "requires names no-such-distribution, which is not installed here: pip insta"),
+        (
+            "declaring.py:Missing",
+            "error",
+            "requires names no-such-distribution, which is not installed here: pip insta",
+        ),
     ],
 )
 def test_a_candidate_that_cannot_be_described_is_a_finding(name: str, kind: str, message: str) -> None:

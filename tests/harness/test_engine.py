@@ -18,7 +18,9 @@ from reference.linear import LinearCase
 LINEAR = PROPERTIES["linear"]
 
 
-def searched(made: Bench, subject: Any = LINEAR, *, tell: Callable[[bool], None] = lambda _: None, **limits: Any) -> Row:
+def searched(
+    made: Bench, subject: Any = LINEAR, *, tell: Callable[[bool], None] = lambda _: None, **limits: Any
+) -> Row:
     scope = made.description.scope(2, ["fp32"])
     return search(made, subject, scope, Limits(**{"examples": 10, "seed": 3, "shrink_seconds": 10.0, **limits}), tell)
 

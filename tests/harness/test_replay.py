@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from reference.mesh import Mesh, MeshCase
 
 
 @pytest.fixture(autouse=True)
-def _leave_signals_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _leave_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command takes over SIGTERM, which is pytest's here."""
     monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
-    yield
 
 
 def replay(*arguments: str) -> Result:
@@ -56,11 +54,11 @@ def test_a_case_that_the_candidate_refuses() -> None:
 def test_a_part_that_the_candidate_does_not_have() -> None:
     result = replay(line("right.py:Right", LinearCase(Mesh.of(tp=1), "row", 1, 1)))
     assert result.exit_code == 3
-    assert "right.py:Right has no row_linear" in result.output.replace("\n", "")
+    assert "right.py:Right has no row_linear" in result.output
     for live in (True, False):
         result = replay(line("right.py:Right", MeshCase(Mesh.of(tp=1), live)))
         assert result.exit_code == 3
-        assert f"has no {'group' if live else 'group_ranks'}" in result.output.replace("\n", "")
+        assert f"has no {'group' if live else 'group_ranks'}" in result.output
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,10 @@ def test_a_part_that_the_candidate_does_not_have() -> None:
         (line("right.py:Right").replace('"bias": true', '"dtype": "fp8"'), "unknown dtype 'fp8': expected one of fp32"),
         (line("right.py:Nope"), "has no 'Nope'; candidates in it"),
         (line("nowhere.py:Mine"), "there is no file "),
-        (line("right.py:Right", LinearCase(Mesh.of(tp=10**6), "column", 1, 1)), "a world of 1000000 ranks is more than"),
+        (
+            line("right.py:Right", LinearCase(Mesh.of(tp=10**6), "column", 1, 1)),
+            "a world of 1000000 ranks is more than",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_wrong_use(text: str, message: str) -> None:

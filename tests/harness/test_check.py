@@ -1,0 +1,88 @@
+"""`harness.cases` and `harness.check` in somebody's own pytest run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trials import BAD, GOOD, candidate
+
+import harness
+from harness.bench import CandidateUnusable
+from harness.case_file import read
+from harness.check import cases, check
+
+THEIRS = f"""
+from hypothesis import Phase, given, settings
+from harness import cases, check
+
+WRONG, RIGHT = {candidate("returning.py:WrongGradientOnLastRank")!r}, {candidate("right.py:Right")!r}
+
+@settings(database=None, deadline=None, max_examples=5, derandomize=True)
+@given(case=cases("linear", RIGHT, max_world=2, dtypes=("fp32",)))
+def test_right(case):
+    assert case.mesh.size <= 2 and case.dtype == "fp32"
+    check("linear", RIGHT, case)
+
+@settings(database=None, deadline=None, max_examples=50, derandomize=True, phases=[Phase.generate])
+@given(case=cases("linear", WRONG, max_world=2))
+def test_wrong(case):
+    check("linear", WRONG, case)
+"""
+
+
+def test_a_failing_case_tells_the_whole_story_in_a_pytest_run(tmp_path: Path) -> None:
+    file = tmp_path / "test_theirs.py"
+    file.write_text(THEIRS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "80"},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout
+    told = [line.removeprefix("E").strip() for line in done.stdout.splitlines() if line.startswith("E  ")]
+    assert f"mismatch: {candidate('returning.py:WrongGradientOnLastRank')}, linear" in told
+    assert any(".grad differs from one process on rank " in line for line in told)
+    assert any(re.match(r"rank \d.*: first wrong element \[\d.*\): got .*, want ", line) for line in told)
+    (case,) = {line.removeprefix("case: ") for line in told if line.startswith("case: ")}
+    assert f"replay: shardproof replay '{case}'" in told, "on one line, however narrow the terminal"
+    assert read(case).case.bias
+
+
+@pytest.mark.parametrize("name", ["check", "verify"])
+def test_a_function_is_not_hidden_by_the_module_of_its_name(name: str) -> None:
+    module = importlib.import_module(f"harness.{name}")
+    assert getattr(harness, name) is getattr(module, name)
+
+
+def test_a_case_that_holds_and_one_that_does_not() -> None:
+    name = candidate("returning.py:TooMany")
+    check("linear", name, GOOD)
+    with pytest.raises(AssertionError, match=r"\n  wrong result on every rank: forward returned 2 values") as caught:
+        check("linear", name, BAD)
+    (line,) = (x for x in str(caught.value).splitlines() if x.startswith("  case: "))
+    assert json.loads(line.removeprefix("  case: "))["candidate"] == name
+
+
+def test_a_candidate_without_the_subject_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"right\.py:Right does not offer the subject 'mesh': leave it out"):
+        cases("mesh", candidate("right.py:Right"))
+    with pytest.raises(ValueError, match="unknown subject 'lineal': expected one of mesh, linear"):
+        cases("lineal", candidate("right.py:Right"))
+
+
+def test_an_unusable_candidate_tells_why_with_its_traceback() -> None:
+    with pytest.raises(CandidateUnusable, match="No module named 'no_such_library'\nTraceback") as caught:
+        cases("linear", candidate("raising_on_import.py:Mine"))
+    assert 'raising_on_import.py", line 3' in str(caught.value)
