@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from my_adapter import Mine
 
-from harness.check import cases, check
+from harness import cases, check
 from harness.draws import register
 
 

@@ -4,8 +4,6 @@ The public names. Importing this imports neither torch nor Hypothesis: the comma
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, Sharded
@@ -13,9 +11,9 @@ from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
 
 if TYPE_CHECKING:
-    from harness.check import cases, check
+    from harness.checking import cases, check
     from harness.groups import device_mesh, new_group
-    from harness.verify import verify
+    from harness.verification import verify
 
 __all__ = [
     "Candidate",
@@ -35,23 +33,12 @@ __all__ = [
 
 
 _LATER = {
-    "cases": "harness.check",
-    "check": "harness.check",
+    "cases": "harness.checking",
+    "check": "harness.checking",
     "device_mesh": "harness.groups",
     "new_group": "harness.groups",
-    "verify": "harness.verify",
+    "verify": "harness.verification",
 }
-
-
-class _Package(types.ModuleType):
-    """Importing the module harness.check or harness.verify must not hide the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _LATER and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -74,15 +74,19 @@ class Bench:
 
         If it then holds, its finding is kept as ``flaky`` together with the cases that ran before it.
         """
-        first = self._trial(subject, case)
+        first = self.once(subject, case)
         if not first.verdict.findings or not first.history:
             return first
-        for run in subject.runs(case, self.description):
-            self._restart(subject.world(run))
-        second = self._trial(subject, case)
+        second = self.afresh(subject, case)
         if second.verdict.findings:
             return second
         return Trial(Verdict(tuple(_flaky(first))), first.history)
+
+    def afresh(self, subject: Property, case: Any) -> Trial:
+        """Runs the case in processes in which nothing ran before."""
+        for run in subject.runs(case, self.description):
+            self._restart(subject.world(run))
+        return self.once(subject, case)
 
     def _pool_for(self, world: int, mesh: Any) -> Pool:
         """The pool of this world, with fresh ranks where they have as many meshes open as the candidate bears.
@@ -110,7 +114,8 @@ class Bench:
         assert isinstance(description, Description)
         return description
 
-    def _trial(self, subject: Property, case: Any) -> Trial:
+    def once(self, subject: Property, case: Any) -> Trial:
+        """Runs the case in the processes there are, and believes what comes out."""
         runs = tuple(subject.runs(case, self.description))
         worlds: list[World] = []
         expected: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -45,6 +46,14 @@ class _Group(click.Group):
 @click.version_option(package_name="shardproof")
 def main() -> None:
     """Checks that sharded training code computes what one process computes."""
+
+
+def _console() -> Any:
+    """Where results go. Into a file or a pipe they go unfolded, not at the 80 columns of an unknown terminal."""
+    from rich.console import Console
+
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if known else Console(width=200)
 
 
 def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,16 +108,14 @@ def verify(
     from harness.preload import modules
 
     warm_up(modules(specs))  # the rank server imports torch while this process does
-    from rich.console import Console
-
     from harness.report.json_file import write_json
     from harness.report.terminal import TerminalReport
-    from harness.verify import exit_code
-    from harness.verify import verify as run
+    from harness.verification import exit_code
+    from harness.verification import verify as run
 
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.resolve().parent}")
-    with TerminalReport(Console(stderr=False)) as report:
+    with TerminalReport(_console()) as report:
         done = run(
             *candidates,
             subjects=subjects or None,
@@ -138,8 +145,6 @@ def replay(case: str, deadline: float) -> None:
     from harness.world import terminate_cleanly
 
     terminate_cleanly()
-    from rich.console import Console
-
     from harness.bench import CandidateUnusable
     from harness.case_file import read
     from harness.events import Failure
@@ -147,7 +152,7 @@ def replay(case: str, deadline: float) -> None:
     from harness.report.terminal import print_failure
     from harness.verdict import Verdict
 
-    reproducer, console = read(case), Console()
+    reproducer, console = read(case), _console()
     try:
         verdict = run(reproducer, deadline=deadline)
     except CandidateUnusable as error:
@@ -164,11 +169,9 @@ def replay(case: str, deadline: float) -> None:
 @main.command(name="list")
 def list_() -> None:
     """List candidates, subjects and mutants."""
-    from rich.console import Console
-
     from harness.report.listing import print_listing
 
-    print_listing(Console())
+    print_listing(_console())
 
 
 @main.command()
@@ -177,8 +180,6 @@ def list_() -> None:
 @click.option("--world", type=int, help="Refuse sizes that do not multiply to so many ranks.")
 def mesh(sizes: str, order: str | None, world: int | None) -> None:
     """Show the ranks, coordinates and groups of a mesh, for example tp=2,dp=3."""
-    from rich.console import Console
-
     from harness.report.mesh_table import print_mesh
     from reference.mesh import Mesh
 
@@ -188,17 +189,15 @@ def mesh(sizes: str, order: str | None, world: int | None) -> None:
             made.require_world(world)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    print_mesh(Console(), made)
+    print_mesh(_console(), made)
 
 
 @main.command()
 def doctor() -> None:
     """Say what is installed, what this machine allows, and whether ranks start."""
-    from rich.console import Console
-
     from harness.report.doctor import print_doctor
 
-    sys.exit(print_doctor(Console()))
+    sys.exit(print_doctor(_console()))
 
 
 if __name__ == "__main__":

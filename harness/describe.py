@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable
 
-from harness.candidate import Candidate
+from harness.candidate import Candidate, NotOffered
 from harness.find import Spec
 from harness.properties.base import Description
 from harness.session import CandidateRaised, Session, phase
@@ -25,7 +25,7 @@ def on_rank(context: RankContext, spec: Spec) -> Description:
         missing = [name for name in _strings("requires", session.kind.requires) if version_of(name) is None]
         if missing:
             named = " ".join(missing)
-            raise WrongDeclaration(f"requires names {named}, which is not installed here: pip install {named}")
+            raise NotOffered(f"it requires {named}, which is not installed here: pip install {named}")
     candidate = session.make()
     with phase("its declarations"):
         return _describe(candidate, spec)

@@ -66,6 +66,7 @@ class _Tally:
     meshes: set[Any] = field(default_factory=set)
     known: dict[str, Trial] = field(default_factory=dict)
     flaky: list[tuple[Any, Trial]] = field(default_factory=list)
+    confirmed: Fault | None = None
     failed_at: float | None = None
     found_after: int | None = None
 
@@ -93,7 +94,8 @@ def search(
                 return  # shrinking has had its time: what is known stays the answer
             if tally.failed_at is None and limits.time_budget is not None and now - started > limits.time_budget:
                 raise _Stop(f"the time budget of {limits.time_budget:g} s is used up")
-            trial = bench.check(subject, case)
+            # Once a failure is confirmed, shrinking believes what it sees; the end of it is confirmed again.
+            trial = bench.check(subject, case) if tally.confirmed is None else bench.once(subject, case)
             _count(tally, case, trial, key)
             tell(bool(trial.verdict.findings))
         if trial.verdict.rejected is not None:
@@ -117,19 +119,27 @@ def search(
             raise
     except hypothesis.errors.Unsatisfiable:
         stopped = _refused(tally) if tally.rejected else "no case could be drawn"
-    faults = [_polished(bench, subject, scope, limits, fault, tell) for fault in faults]
+    if tally.confirmed is not None:
+        polished = [_polished(bench, subject, scope, limits, fault, tally.confirmed, tell) for fault in faults]
+        faults = list(dict.fromkeys(polished))  # two that could not be seen again are one
     return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
 
 
 def _polished(
-    bench: Bench, subject: Property, scope: Scope, limits: Limits, fault: Fault, tell: Callable[[bool], None]
+    bench: Bench,
+    subject: Property,
+    scope: Scope,
+    limits: Limits,
+    fault: Fault,
+    confirmed: Fault,
+    tell: Callable[[bool], None],
 ) -> Fault:
-    """The fault on the simplest case that has it."""
+    """The fault on the simplest case that has it, seen in fresh processes; else the one that was confirmed first."""
     best = fault
 
     def fails(case: Any) -> bool:
         nonlocal best
-        trial = bench.check(subject, case)
+        trial = bench.once(subject, case)
         tell(bool(trial.verdict.findings))
         if trial.verdict.kind != fault.trial.verdict.kind:
             return False
@@ -137,7 +147,10 @@ def _polished(
         return True
 
     polish(fault.case, lambda case: subject.simpler(case, scope), fails, limits.shrink_seconds)
-    return best
+    trial = bench.afresh(subject, best.case)
+    if trial.verdict.kind == fault.trial.verdict.kind:
+        return type(fault)(best.case, trial)
+    return confirmed
 
 
 def _settings(limits: Limits) -> hypothesis.settings:
@@ -168,7 +181,8 @@ def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
         if verdict.kind == "flaky":
             if len(tally.flaky) < _MOST_FLAKY:
                 tally.flaky.append((case, trial))
-        elif tally.failed_at is None:
+        elif tally.confirmed is None:
+            tally.confirmed = _fault_class(trial.verdict.findings[0].kind)(case, trial)
             tally.failed_at = time.monotonic()
             tally.found_after = tally.examples
 

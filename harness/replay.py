@@ -6,7 +6,7 @@ from harness.bench import Bench
 from harness.case_file import Reproducer
 from harness.properties import property_of
 from harness.verdict import Verdict
-from harness.verify import require_deadline, require_world
+from harness.verification import require_deadline, require_world
 
 
 def replay(reproducer: Reproducer, *, deadline: float = 30.0) -> Verdict:

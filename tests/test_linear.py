@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check import cases, check
+from harness import cases, check
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
@@ -17,7 +17,7 @@ def test_linear_layers_compute_what_one_process_computes(candidate: str, data: s
 
 @pytest.mark.parametrize("mutant", ["F03", "F04", "F05", "F06", "F11", "F12", "F13", "F14"])
 def test_a_planted_fault_is_found(mutant: str) -> None:
-    from harness.verify import verify
+    from harness.verification import verify
 
     done = verify(f"builtin+{mutant}", subjects=["linear"], examples=100, seed=1, save=None)
     (row,) = done.rows

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check import cases, check
+from harness import cases, check
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
@@ -16,7 +16,7 @@ def test_groups_hold_the_ranks_of_the_mesh(candidate: str, data: st.DataObject) 
 
 
 def test_groups_created_in_different_orders_are_found() -> None:
-    from harness.verify import verify
+    from harness.verification import verify
 
     done = verify("builtin+F01", subjects=["mesh"], examples=100, seed=1, save=None)
     (row,) = done.rows

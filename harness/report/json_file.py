@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.events import Failure, Row, RunDone
-from harness.verify import exit_code
+from harness.verification import exit_code
 
 
 def write_json(path: Path, done: RunDone) -> None:

@@ -14,9 +14,9 @@ import pytest
 from trials import BAD, GOOD, candidate
 
 import harness
+from harness import cases, check
 from harness.bench import CandidateUnusable
 from harness.case_file import read
-from harness.check import cases, check
 
 THEIRS = f"""
 from hypothesis import Phase, given, settings

@@ -155,7 +155,7 @@ def test_an_exception_of_our_own_is_no_fault_of_a_candidate(monkeypatch: pytest.
     def broken(*arguments: object, **options: object) -> Any:
         raise ZeroDivisionError("in our arithmetic")
 
-    monkeypatch.setattr(importlib.import_module("harness.verify"), "verify", broken)
+    monkeypatch.setattr(importlib.import_module("harness.verification"), "verify", broken)
     result = verify("builtin", *SMALL)
     assert result.exit_code == 2
     assert "Error: this is a fault of shardproof's own.\nTraceback" in result.output

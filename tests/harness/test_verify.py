@@ -18,7 +18,7 @@ from harness.events import Event, Row, RunDone, RunStarted, SubjectDone
 from harness.find import UnknownCandidate
 from harness.properties import PROPERTIES
 from harness.report.json_file import write_json
-from harness.verify import WorldTooLarge, exit_code, verify
+from harness.verification import WorldTooLarge, exit_code, verify
 
 
 def run(*names: str, **options: Any) -> RunDone:
