@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class _Tally:
 
     examples: int = 0
     rejected: int = 0
-    why_rejected: str | None = None
+    refusals: Counter[str] = field(default_factory=Counter)
     meshes: set[Any] = field(default_factory=set)
     known: dict[str, Trial] = field(default_factory=dict)
     flaky: list[tuple[Any, Trial]] = field(default_factory=list)
@@ -172,7 +173,7 @@ def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
     verdict = trial.verdict
     if verdict.rejected is not None:
         tally.rejected += 1
-        tally.why_rejected = verdict.rejected
+        tally.refusals[verdict.rejected] += 1
         return
     tally.examples += 1
     tally.meshes.add(case.mesh)
@@ -194,13 +195,13 @@ def _fault_class(kind: Kind) -> type[Fault]:
 
 
 def _refused(tally: _Tally) -> str:
-    return f"the candidate refused {tally.rejected} cases, for example: {tally.why_rejected}"
+    return f"the candidate refused {tally.rejected} cases, for example: {tally.refusals.most_common(1)[0][0]}"
 
 
 def _why_fewer(tally: _Tally, limits: Limits) -> str | None:
     if tally.failed_at is None and tally.examples < limits.examples:
         if tally.rejected:
-            return _refused(tally)
+            return _refused(tally) if tally.examples == 0 else "the candidate refused too many cases"
         return "there are no more different cases within the limits"
     return None
 
@@ -220,6 +221,7 @@ def _row(
         examples=tally.examples,
         meshes=len(tally.meshes),
         rejected=tally.rejected,
+        refusals=tuple(tally.refusals.most_common()),
         seconds=seconds,
         failures=failures,
         stopped=stopped,

@@ -31,7 +31,8 @@ class Failure:
 class Row:
     """One subject of one candidate. ``examples`` were run and judged, on ``meshes`` distinct meshes; ``rejected`` were
     refused by the candidate; ``stopped`` says why fewer ran than were asked for. The first fault was found after
-    ``found_after`` examples; the rest of them shrank it. Seconds of wall time."""
+    ``found_after`` examples; the rest of them shrank it. ``refusals``: the candidate's reasons, and how often each was
+    given. Seconds of wall time."""
 
     candidate: str
     subject: str
@@ -43,6 +44,7 @@ class Row:
     failures: tuple[Failure, ...] = ()
     stopped: str | None = None
     found_after: int | None = None
+    refusals: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

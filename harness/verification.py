@@ -87,6 +87,8 @@ def verify(
                     left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
                     share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
                     limits = Limits(examples, seed, share)
+                    if share is not None:  # shrinking belongs to the budget, but a failure is worth a few seconds
+                        limits = dataclasses.replace(limits, shrink_seconds=min(limits.shrink_seconds, max(3.0, share)))
                     row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
                     rows.append(_saved(row, save))
                     listen(SubjectDone(rows[-1]))
@@ -127,7 +129,11 @@ def _row(
         has = ", ".join(bench.description.dtypes)
         return Row(name, subject.subject, "nothing ran", stopped=f"the candidate has only {has}")
     listen(SubjectStarted(name, subject.subject, limits.examples))
-    return search(bench, subject, scope, limits, lambda failing: listen(CaseJudged(name, subject.subject, failing)))
+    row = search(bench, subject, scope, limits, lambda failing: listen(CaseJudged(name, subject.subject, failing)))
+    lacking = [dtype for dtype in dtypes or () if dtype not in scope.dtypes and subject.uses_dtype]
+    if lacking and row.stopped is None:
+        return dataclasses.replace(row, stopped=f"without {', '.join(lacking)}, which the candidate does not have")
+    return row
 
 
 def _described(spec: Spec, deadline: float, stack: contextlib.ExitStack) -> Bench | CandidateUnusable:

@@ -42,6 +42,11 @@ class Split:
     sizes: tuple[int, ...] | None = None
     rule: Rule = "balanced"
 
+    def __repr__(self) -> str:
+        sizes = "" if self.sizes is None else f", sizes={self.sizes}"
+        rule = "" if self.rule == "balanced" else f", rule={self.rule!r}"
+        return f"Split({self.dim}, {self.axis!r}{sizes}{rule})"
+
 
 @dataclass(frozen=True)
 class Partial:

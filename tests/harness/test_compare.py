@@ -113,7 +113,7 @@ def test_the_first_wrong_element_of_a_shard() -> None:
     assert finding is not None
     assert (finding.place, finding.local_index, finding.index) == ("rank 3 (tp=1, dp=1)", (1, 1), (1, 1, 3))
     assert (finding.got, finding.want) == (-1, 19)
-    assert "Split(dim=1, axis='tp'" in finding.details
+    assert "Split(1, 'tp'" in finding.details
 
 
 @pytest.mark.parametrize("value", [math.nan, OTHER_NAN, math.inf, -math.inf, 0.0, -0.0])
