@@ -11,6 +11,7 @@ from rich.console import Console
 from harness.bench import Bench
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
+from harness.draws import register
 from harness.events import Failure
 from harness.find import Spec, spec_of
 from harness.properties import property_of
@@ -42,6 +43,7 @@ class _Benches:
         self._bench = None
 
 
+register()  # so that settings(backend="shardproof") is known to whoever draws our cases
 _BENCHES = _Benches()
 atexit.register(_BENCHES.close)
 

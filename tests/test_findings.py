@@ -32,7 +32,7 @@ def outcome(ranks: int, name: str, *args: object) -> Outcome:
     ("ranks", "partial", "bias", "dtype", "found"),
     [
         (3, 0.0, 193.0, torch.bfloat16, 194.0),
-        (3, 1.0, 1.0, torch.float64, 1.9999999999999998),
+        (3, -31.0, 31.0, torch.float64, 3.552713678800501e-15),
         (2, 200.0, 1.0, torch.bfloat16, 200.0),
     ],
 )

@@ -32,14 +32,14 @@ def _gather_sums_equal_gradients() -> list[Patch]:
 MUTANTS = (
     Mutant(
         "F06",
-        "collectives",
+        "linear",
         "reduces a contiguous copy and returns the original",
         "NVIDIA/Megatron-LM#5337",
         _returns_what_it_did_not_reduce,
     ),
     Mutant(
         "F12",
-        "collectives",
+        "linear",
         "backward of a gather before replicated work is a reduce-scatter where a split is due: gradient times tp",
         "NVIDIA/Megatron-LM#7452",
         _gather_sums_equal_gradients,
