@@ -40,6 +40,7 @@ class Crew:
         self.codes: dict[int, int] = {}
         self.gone = False
         self.ready_at: float | None = None
+        self._paused = False
         self._messages: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in range(world_size)}
         self._lost: set[int] = set()
         self._owner = os.getpid()
@@ -142,6 +143,22 @@ class Crew:
     def living(self, ranks: Iterable[int]) -> list[int]:
         """The pids of those ranks that have not ended."""
         return [self.pids[r] for r in ranks if r in self.pids and r not in self.codes]
+
+    def pause(self) -> None:
+        """Stops the idle ranks: every gloo group has a thread that polls, and hundreds of them fill a core."""
+        self._signal(signal.SIGSTOP)
+        self._paused = True
+
+    def resume(self) -> None:
+        """Lets paused ranks go on. Does nothing to others."""
+        if self._paused:
+            self._signal(signal.SIGCONT)
+            self._paused = False
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.living(range(self.world_size)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stacks(self, ranks: Iterable[int], patience: float = 2.0) -> dict[int, str]:
         """The Python stacks of these ranks, waited for. Afterwards the crew is only good for killing."""

@@ -78,6 +78,7 @@ class Pool:
         if self._pending is not None:
             self.discard()
         crew = self._present_crew()
+        crew.resume()
         crew.pump(0)
         if crew.gone:  # the server died while the ranks were idle, which is no fault of this job
             self.discard()
@@ -110,6 +111,8 @@ class Pool:
             self._pending = None
             if not reusable:
                 self.restart()
+            elif self._crew is not None:
+                self._crew.pause()
 
     def ready_crew(self) -> Crew:
         """The present ranks, waited for. Raises WorldError, after a second try without the user's preloads."""
