@@ -42,11 +42,18 @@ def verify(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["verify", *arguments])
 
 
+def hear_interrupts() -> None:
+    """A shell without job control starts what it puts into the background deaf to SIGINT, and its children after it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "harness.cli", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**ENVIRONMENT, **environment})
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env={**ENVIRONMENT, **environment}, preexec_fn=hear_interrupts
+    )
 
 
 def test_all_holds(folder: Path) -> None:

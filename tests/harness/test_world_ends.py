@@ -39,6 +39,8 @@ class Parent:
             stderr=(folder / "stderr").open("w"),
             text=True,
             start_new_session=True,
+            # A shell without job control starts what it puts into the background deaf to SIGINT, children included.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.session = self.process.pid
 
