@@ -72,8 +72,9 @@ class Bench:
     def check(self, subject: Property, case: Any) -> Trial:
         """Runs the case; a failure in used processes is repeated in fresh ones.
 
-        A hang is repeated in any case: on a loaded machine a lost packet looks like one for some seconds, until TCP sends
-        it again after 1, 3 and 7 s. If the case then holds, its finding is kept as ``flaky`` together with the cases that ran before it.
+        A hang is repeated in any case: on a loaded machine a lost packet looks like one for some seconds, until TCP
+        sends it again after 1, 3 and 7 s. If the case then holds, its finding is kept as ``flaky`` together with the
+        cases that ran before it.
         """
         first = self.once(subject, case)
         if not first.verdict.findings or (not first.history and first.verdict.kind != "hang"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import json
 
 import hypothesis
 from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
-from harness.bench import Bench
+from harness.bench import Bench, Trial
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
 from harness.draws import register
@@ -17,6 +18,7 @@ from harness.find import Spec, spec_of
 from harness.properties import property_of
 from harness.properties.base import Description
 from harness.report.terminal import print_failure
+from reference.codec import encode
 
 
 class _Benches:
@@ -25,6 +27,7 @@ class _Benches:
     def __init__(self) -> None:
         self._bench: Bench | None = None
         self._described: dict[Spec, Description] = {}
+        self._known: dict[tuple[Spec, str, str], Trial] = {}
 
     def of(self, spec: Spec) -> Bench:
         """The candidate's ranks; those of another candidate end."""
@@ -33,6 +36,19 @@ class _Benches:
             self._bench = Bench(spec)
             self._described[spec] = self._bench.description
         return self._bench
+
+    def judge(self, spec: Spec, subject: str, case: object) -> Trial:
+        """The verdict on a case. The first failure of a candidate is confirmed in fresh processes; after that, what
+        Hypothesis tries in shrinking is believed, and remembered for its replays."""
+        key = spec, subject, json.dumps(encode(case))
+        if key in self._known:
+            return self._known[key]
+        bench, of = self.of(spec), property_of(subject)
+        confirmed = any(known[:2] == key[:2] for known in self._known)
+        trial = bench.once(of, case) if confirmed else bench.check(of, case)
+        if trial.verdict.findings and trial.verdict.kind != "flaky":
+            self._known[key] = trial
+        return trial
 
     def description(self, spec: Spec) -> Description:
         return self._described[spec] if spec in self._described else self.of(spec).description
@@ -69,7 +85,7 @@ def cases(
 def check(subject: str, candidate: str | type[Candidate], case: object) -> None:
     """Runs one case on real ranks. Raises AssertionError with findings and reproducer where it does not hold; a case
     that the candidate refuses is rejected, as ``hypothesis.assume`` does."""
-    trial = _BENCHES.of(spec_of(candidate)).check(property_of(subject), case)
+    trial = _BENCHES.judge(spec_of(candidate), subject, case)
     if trial.verdict.rejected is not None:
         hypothesis.reject()
     if trial.verdict.findings:

@@ -155,11 +155,6 @@ def dies_on_rank_1(context: RankContext, how: str) -> None:
     dist.barrier()
 
 
-def dies_soon_after(context: RankContext) -> None:
-    if context.rank == 0:
-        threading.Timer(0.1, os._exit, (9,)).start()
-
-
 def unpicklable(context: RankContext) -> Any:
     return (lambda: 1) if context.rank == 0 else 1
 
