@@ -73,6 +73,9 @@ class ProcessGroups:
                 mine = self._made[tuple(ranks)]
                 if mine is not None:
                     self._mine[frozenset(family)] = mine
+        # A group is made on this rank while its members may still be connecting to it: a close soon after, which ends
+        # the connections, would fail theirs ("Connection closed by peer").
+        dist.barrier()
 
     def group(self, *names: str) -> ProcessGroup:
         """This rank's group along an axis, or along combined axes in any order.

@@ -201,6 +201,29 @@ def lifetime() -> list[str]:
     return problems + ([f"{left} groups are left"] if left else [])
 
 
+def waits_for_the_slowest() -> list[str]:
+    """No rank goes on, to close the mesh for example, while another one is still connecting to its groups."""
+    new_group, ended = dist.new_group, []
+
+    def slow(ranks: list[int]) -> Any:
+        group = new_group(ranks)
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        ended.append(time.monotonic())
+        return group
+
+    dist.new_group = slow
+    try:
+        groups = ProcessGroups([("tp", dist.get_world_size())])
+    finally:
+        dist.new_group = new_group
+    # One clock for all processes of a machine.
+    went_on, last = torch.tensor(time.monotonic(), dtype=torch.float64), torch.tensor(ended[-1], dtype=torch.float64)
+    dist.all_reduce(last, op=dist.ReduceOp.MAX)
+    groups.close()
+    return [] if went_on >= last else [f"went on {last - went_on:.3f} s before the last rank had its groups"]
+
+
 def with_fault(check: Check) -> Check:
     def faulty() -> list[str]:
         with mutants.applied("F01"):
@@ -219,6 +242,7 @@ def on_two_ranks() -> Mapping[str, Check]:
         "groups tp": lambda: group_problems([("tp", 2)]),
         "groups pp": lambda: group_problems([("pp", 2), ("dp", 1)]),
         "lifetime": lifetime,
+        "waits for the slowest": waits_for_the_slowest,
         "F01 in a world of two": with_fault(lambda: names([("tp", 2)])),
         "groups after F01": lambda: group_problems([("tp", 2)]),
     }
