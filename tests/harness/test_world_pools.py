@@ -1,0 +1,127 @@
+"""harness.world: how pools come and go, and what they import beforehand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_functions as on_rank
+
+from harness.world import Died, Outcome, Pool, Pools, Raised, WorldError
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    with Pool(2, preload=["rank_functions"]) as pool:
+        yield pool
+
+
+def raised(outcome: Outcome, rank: int) -> Raised:
+    ending = outcome.ranks[rank]
+    assert isinstance(ending, Raised), f"rank {rank} did not raise: {outcome}"
+    return ending
+
+
+# --- pools
+
+
+def test_a_job_that_nobody_asked_for_is_abandoned(pair: Pool) -> None:
+    forgotten = pair.start(on_rank.sleeps, 600.0)
+    assert pair.run(on_rank.who).kind == "ok"
+    with pytest.raises(RuntimeError, match="abandoned"):
+        forgotten.result()
+
+
+def test_an_interrupted_wait_kills_the_ranks(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pair.pids
+    pending = pair.start(on_rank.sleeps, 600.0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.world.crew.Crew.pump", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pending.result()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+    assert pair.run(on_rank.who).kind == "ok"
+
+
+def test_a_closed_pool_is_closed() -> None:
+    pool = Pool(1)
+    pids = pool.pids
+    pool.close()
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(on_rank.who)
+
+
+def test_pools_have_one_pool_a_size() -> None:
+    with Pools() as pools:
+        assert pools.get(1) is pools.get(1)
+        pids = pools.get(1).pids + pools.get(2).pids
+        pools.restart_all()
+        assert not set(pids) & set(pools.get(1).pids + pools.get(2).pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        pools.get(1)
+
+
+def test_no_files_stay_open() -> None:
+    Pool(2).close()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with Pool(2) as pool:
+            pool.run(on_rank.who)
+            pool.run(on_rank.dies_on_rank_1, "exit")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"world_size": 0}, {"world_size": 1, "deadline": 0.0}, {"world_size": 1, "quiet": float("nan")}]
+)
+def test_nonsense_is_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Pool(**arguments)  # type: ignore[arg-type]
+
+
+def test_ranks_that_cannot_start_are_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(tmp_path)
+    monkeypatch.setattr("harness.world.crew._make_store", lambda: (os.open(os.devnull, os.O_RDWR), folder))
+    monkeypatch.setattr("harness.world.pool.START_TIMEOUT", 10.0)
+    with Pool(1) as pool, pytest.raises(WorldError, match=r"rank 0 of 1 could not start|did not start within"):
+        pool.run(on_rank.who)
+
+
+# --- preloading
+
+
+def test_preloading_is_quiet_and_forgives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    good = "import os, warnings; print('noise'); warnings.warn('noise'); os.system('echo noise'); pid = os.getpid()\n"
+    (tmp_path / "preload_good.py").write_text(good + "def get(context): return pid\n")
+    for name, statement in [("raises", "raise ValueError('broken')"), ("leaves", "import sys; sys.exit(3)")]:
+        (tmp_path / f"preload_{name}.py").write_text(f"print('noise'); {statement}\n")
+    with Pool(2, preload=["preload_raises", "preload_leaves", "preload_no_such", "preload_good"]) as pool:
+        ones = pool.run("preload_good:get").values()
+        assert ones[0] == ones[1], "imported once, before the ranks were forked"
+        assert not set(ones) & {*pool.pids, os.getpid()}
+        assert "noise" not in "".join(capfd.readouterr())
+        assert raised(pool.run("preload_raises:get"), 0).message == "broken"
+        assert raised(pool.run("preload_leaves:get"), 0).type_name == "SystemExit"
+
+
+def test_a_preload_that_kills_the_server_is_left_out(
+    pair: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "preload_kills.py").write_text("import os; os._exit(5)\n")
+    pair.run(on_rank.who)
+    with Pool(1, preload=["preload_kills"]) as pool:
+        assert pool.run(on_rank.who).kind == "ok"
+        assert pool.run("preload_kills:f").ranks == (Died(5, "exited with code 5 without returning"),)
+    assert pair.run(on_rank.who).kind == "ok", "another pool of the dead server has new ranks, and no crash"
