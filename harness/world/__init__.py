@@ -8,8 +8,7 @@ from harness.world.crew import WorldError
 from harness.world.forkserver import warm_up
 from harness.world.limits import WorldLimit, max_world
 from harness.world.outcome import Blocked, Died, Ending, NotOk, Outcome, Raised, Returned
-from harness.world.pending import Pending
-from harness.world.pool import Pool
+from harness.world.pool import Pending, Pool
 from harness.world.pools import Pools
 from harness.world.signals import Terminated, terminate_cleanly
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +25,22 @@ class RankContext:
 
 
 class _Here:
-    """This process, if it is a rank."""
+    """This process, if it is a rank or was forked from one."""
 
     rank: int | None = None
+    pid: int | None = None
 
 
 def enter_rank(rank: int) -> None:
     """Marks this process as a rank."""
-    _Here.rank = rank
+    _Here.rank, _Here.pid = rank, os.getpid()
 
 
 def this_rank() -> int | None:
-    """The rank that this process is; None in every process that is none."""
+    """The rank that this process is, or was forked from; None in every other process."""
     return _Here.rank
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank itself, and no child that a job forked: that has no word in what ranks say."""
+    return _Here.pid == os.getpid()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,10 +13,49 @@ from harness.world.context import this_rank
 from harness.world.crew import Crew, WorldError
 from harness.world.forkserver import FORKSERVER, search_path
 from harness.world.outcome import Outcome
-from harness.world.pending import Pending
+from harness.world.waiting import Job, wait
 
 # From request to ready ranks: a cold import of torch from a slow disk, and of what the user preloads.
 START_TIMEOUT = 180.0
+
+_numbers = itertools.count()
+
+
+class Pending:
+    """A job that was started."""
+
+    def __init__(self, pool: Pool, job: Job) -> None:
+        self.job = job
+        self._pool = pool
+        self._outcome: Outcome | None = None
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Its processes are killed: it will have no result."""
+        self._abandoned = self._outcome is None
+
+    def result(self) -> Outcome:
+        """How the job ended, waited for; the same again when asked again.
+
+        The deadline counts from the start, and no rank is given up before ``quiet`` seconds of waiting here: what
+        arrived while the caller did something else is read first.
+
+        Raises RuntimeError for an abandoned job, WorldError where the ranks could not be started.
+        """
+        if self._outcome is not None:
+            return self._outcome
+        if self._abandoned:
+            raise RuntimeError("this job was abandoned: its pool was closed, restarted, or given another job")
+        reusable = False
+        try:
+            self._outcome, reusable = wait(self._pool.ready_crew(), self.job, self._pool.quiet)
+        finally:
+            # Interrupted from the keyboard, say: the ranks still run the job.
+            if self._outcome is None:
+                self._pool.discard()
+            else:
+                self._pool.settle(self, reusable=reusable)
+        return self._outcome
 
 
 class Pool:
@@ -73,8 +114,8 @@ class Pool:
 
         Raises ValueError for a function that ranks cannot import, and what pickling the arguments raises.
         """
-        packed = functions.pack(function)
-        job = wire.dump({"function": packed, "args": wire.dump(args), "path": search_path()})
+        packed, number = functions.pack(function), next(_numbers)
+        payload = wire.dump({"number": number, "function": packed, "args": wire.dump(args), "path": search_path()})
         if self._pending is not None:
             self.discard()
         crew = self._present_crew()
@@ -83,10 +124,11 @@ class Pool:
         if crew.gone:  # the server died while the ranks were idle, which is no fault of this job
             self.discard()
             crew = self._present_crew()
-        pending = Pending(self, job, tuple(self._history), self.deadline if deadline is None else deadline)
+        deadline = self.deadline if deadline is None else deadline
+        pending = Pending(self, Job(number, payload, time.monotonic(), deadline, tuple(self._history)))
         self._history.append(label or functions.describe(function))
         self._pending = pending
-        crew.send(job, START_TIMEOUT)
+        crew.send(payload, START_TIMEOUT)
         return pending
 
     def run(
@@ -126,7 +168,7 @@ class Pool:
             crew.kill()
             crew = self._crew = Crew(self.world_size)
             if self._pending is not None:
-                crew.send(self._pending.job, START_TIMEOUT)
+                crew.send(self._pending.job.payload, START_TIMEOUT)
             crew.wait_until_ready(START_TIMEOUT)
         return crew
 

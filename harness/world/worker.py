@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from harness.world import functions, wire
-from harness.world.context import RankContext, enter_rank
+from harness.world.context import RankContext, enter_rank, is_rank
 from harness.world.files import Slots, path_of
 from harness.world.outcome import Raised, Returned
 from harness.world.traffic import Collective, Recorder, ordinal
@@ -40,7 +40,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
         os.chdir(folder)
     faulthandler.register(signal.SIGUSR1, file=fds[1], all_threads=True)
     slots = Slots(fds[2], world_size)
-    recorder = Recorder(lambda what, number: slots.write(rank, _line(what, number)))
+    recorder = Recorder(lambda what, number: slots.write(rank, _line(what, number)) if is_rank() else None)
     try:
         torch.set_num_threads(1)
         where = store or path_of(fds[3])
@@ -64,10 +64,8 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
         began = time.monotonic()
         answer = _run(job["function"], job["args"], context)
         seconds = time.monotonic() - began
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        _answer(link, "done", (answer, seconds, base.spoiled()))
+        _flush()
+        _answer(link, "done", (job["number"], answer, seconds, base.spoiled()))
 
 
 def _meet(slots: Slots, rank: int, world_size: int) -> None:
@@ -85,6 +83,8 @@ def _run(function: bytes, args: bytes, context: RankContext) -> bytes:
             call: Callable[..., Any] = functions.unpack(function)
             value = call(context, *wire.load(args))
     except BaseException as error:  # SystemExit and KeyboardInterrupt are no way out of a rank either
+        if not is_rank():
+            _end_child(error)
         return wire.dump(_raised(error))
     try:
         return wire.dump(Returned(value))
@@ -115,7 +115,27 @@ def _line(what: Collective, number: int) -> str:
     return f"{what.describe()}, {ordinal(number)} collective of this rank"
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _end_child(error: BaseException) -> NoReturn:
+    """Ends a child that the job forked and in which it raised, as a program of its own would end."""
+    code: object = 1
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    _flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
 def _answer(link: socket.socket, what: str, value: object) -> None:
+    if not is_rank():
+        # A child that the job forked came back out of it. The rank itself answers, and alone takes the next job.
+        os._exit(0)
     try:
         link.sendall(wire.frame(wire.dump((what, value))))
     except ConnectionError:

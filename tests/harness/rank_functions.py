@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from harness.world import Pool, RankContext
+from harness.world import Pool, RankContext, Returned, wire
 
 
 def who(context: RankContext) -> tuple[int, int, int]:
@@ -153,6 +155,37 @@ def dies_on_rank_1(context: RankContext, how: str) -> None:
             os._exit(7)
         os.kill(os.getpid(), getattr(signal, how))
     dist.barrier()
+
+
+def forks_a_child_that_comes_back(context: RankContext, seconds: float, how: str = "return") -> str:
+    if os.fork() == 0:
+        time.sleep(seconds)
+        if how == "raise":
+            raise ValueError("in the child")
+        return "the child's"
+    return "the rank's"
+
+
+def how_its_children_ended(context: RankContext) -> list[int]:
+    codes = []
+    for error in (None, SystemExit(), SystemExit(3), SystemExit("text"), ValueError("in the child")):
+        child = os.fork()
+        if child == 0:
+            if error is None:
+                return []
+            raise error
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return codes
+
+
+def answers_another_job(context: RankContext, number: int) -> str:
+    """Says on its rank's own line what belongs to another job."""
+    answer = wire.dump(Returned("another job's"))
+    message = wire.frame(wire.dump(("done", (number, answer, 0.0, False))))
+    for thing in gc.get_objects():
+        if isinstance(thing, socket.socket) and thing.fileno() >= 0:
+            thing.sendall(message)
+    return "its own"
 
 
 def unpicklable(context: RankContext) -> Any:

@@ -134,3 +134,25 @@ def test_after_every_bad_end_the_next_job_has_fresh_processes(pair: Pool) -> Non
         assert outcome.history == ()
         assert not set(before) & set(pair.pids)
         assert not any(Path(f"/proc/{pid}").exists() for pid in before), "the old ones are gone and reaped"
+
+
+# --- what others say in a rank's name
+
+
+@pytest.mark.parametrize("how", ["return", "raise"])
+def test_a_forked_child_that_comes_back_does_not_answer_for_its_rank(pair: Pool, how: str) -> None:
+    late = 0.5
+    assert pair.run(on_rank.forks_a_child_that_comes_back, late, how).values() == ["the rank's"] * 2
+    pids = pair.pids
+    assert pair.run(on_rank.sleeps, 3 * late).values() == ["done"] * 2, "nor does it answer a later job"
+    assert pair.run(on_rank.who).values() == [(rank, 2, pid) for rank, pid in enumerate(pids)], "nor take one"
+
+
+def test_a_forked_child_ends_as_a_program_of_its_own_would(pair: Pool) -> None:
+    assert pair.run(on_rank.how_its_children_ended).values() == [[0, 0, 3, 1, 1]] * 2
+
+
+def test_an_answer_to_another_job_is_none(pair: Pool) -> None:
+    for number in (-1, pair.start(on_rank.who).job.number):
+        assert pair.run(on_rank.answers_another_job, number).values() == ["its own"] * 2
+        assert pair.run(on_rank.echo, "the next").values() == ["the next"] * 2
