@@ -17,6 +17,7 @@ from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
 from harness.world import Outcome, Pool, Pools
 from reference.codec import encode
+from reference.layout import layout_text
 
 #: The label of the job that is no case.
 _DESCRIBE = "describe"
@@ -161,7 +162,8 @@ def _layouts_differ(case: Any, world: World) -> Finding | None:
         for name in {**world[0].layouts, **observation.layouts}:
             here, there = observation.layouts.get(name), world[0].layouts.get(name)
             if here != there:
-                message = f"the layout of {name} is {here} on rank {rank} and {there} on rank 0: it must be the same"
+                texts = ["not given" if said is None else layout_text(said) for said in (here, there)]
+                message = f"the layout of {name} is {texts[0]} on rank {rank} and {texts[1]} on rank 0: it must be one"
                 return Finding("disagree", message, rank, case.mesh.describe(rank), name)
     return None
 

@@ -33,9 +33,10 @@ class Sharded:
     forward: called instead of ``module`` with the inputs, where the module wants or returns something else than the
         subject's tensors.
     parameters: the tensor behind a name, where it is not the module's attribute of that name.
-    grads: the layout of a parameter's gradient where it is not that of the parameter: ``{"bias": Partial("tp")}`` for a
-        gradient that the trainer sums over tp later.
-    inputs, outputs: layouts of the tensors that go in and come out, where they are not what the subject expects.
+    grads: the layout of a gradient, of a parameter or an input, where it is not that of the tensor itself:
+        ``{"bias": Partial("tp")}`` for a gradient that the trainer sums over tp later.
+    inputs, outputs: layouts of the tensors that go in and come out, where they are not what the subject expects. Of a
+        partial tensor every rank has the whole gradient.
     read_grad: reads the gradient of a parameter (default: ``main_grad`` where the case asks for it, else ``grad``).
     finish: called once after the last backward, for what a trainer does then before it uses the gradients.
     """
@@ -68,11 +69,11 @@ class Sharded:
         self.outputs = dict(outputs or {})
         self.read_grad = read_grad
         self.finish = finish
-        self._parameters = dict(parameters or {})
+        self.parameters = dict(parameters or {})
 
     def parameter(self, name: str) -> torch.Tensor:
         """The tensor behind a name. Raises AttributeError naming what the module has."""
-        found = self._parameters.get(name, getattr(self.module, name, None))
+        found = self.parameters.get(name, getattr(self.module, name, None))
         if found is None:
             known = [n for n, _ in getattr(self.module, "named_parameters", list)()]
             raise AttributeError(

@@ -68,7 +68,7 @@ def cases(
     subject: str,
     candidate: str | type[Candidate],
     *,
-    max_world: int = 6,
+    max_world: int = 8,
     dtypes: tuple[str, ...] | None = None,
 ) -> SearchStrategy[object]:
     """The strategy of a subject's cases within what the candidate supports, for ``@given``.

@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
 from harness.candidate import Sharded
-from harness.local import Purity, WrongResult, as_local, local_tensor, permuted, require_like
+from harness.exercise import Exercise, MicroBatch
+from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation
 from harness.session import phase
-from reference.layout import Each, Layout, Window, placements, window
-from reference.mesh import Mesh
-
-Outputs = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Given:
-    """A global tensor that goes in, float64, and its layout."""
-
-    values: torch.Tensor
-    layout: Layout
-    requires_grad: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """A tensor that must come out: its global shape and layout."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward: the inputs in the order of the call, the outputs in the order of return, and the
-    gradient of what the consumer makes of them."""
-
-    inputs: Mapping[str, Given]
-    outputs: Mapping[str, Result]
-    output_grad: Given
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """All that one module is put through.
-
-    parameters: global values and whether they train. consume: what the caller does with the outputs before the loss.
-    transposed: hand over non-contiguous inputs and gradients. main_grad: read gradients from ``main_grad``.
-    """
-
-    mesh: Mesh
-    rank: int
-    dtype: torch.dtype
-    parameters: Mapping[str, Given]
-    micro_batches: Sequence[MicroBatch]
-    consume: Callable[[Outputs], torch.Tensor] = lambda outputs: outputs[0]
-    transposed: bool = False
-    main_grad: bool = False
-    only_initial: bool = False
-
-    def local(self, given: Given, layout: Layout | None = None) -> torch.Tensor:
-        """This rank's part, in the dtype under test, as a tensor of its own."""
-        part = self.window(tuple(given.values.shape), layout or given.layout).take(given.values).to(self.dtype)
-        return permuted(part) if self.transposed else part.clone(memory_format=torch.contiguous_format)
-
-    def window(self, shape: tuple[int, ...], layout: Layout) -> Window:
-        """This rank's window. Raises WrongResult where a layout, which can only be the candidate's, does not fit."""
-        try:
-            return window(shape, layout, self.mesh, self.rank)
-        except ValueError as error:
-            raise WrongResult(f"a layout does not fit: {error}") from None
+from reference.layout import Layout, of_gradient
 
 
 def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
@@ -82,128 +23,150 @@ def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
     Raises WrongResult where the candidate hands back something that is not what was asked for, and CandidateRaised
     where its code raises.
     """
-    tensors: dict[str, LocalTensor | None] = {}
     with phase("build"):
         sharded = build()
     if not isinstance(sharded, Sharded):
         raise WrongResult(f"build returned {reprlib.repr(sharded)}; expected Sharded(module, weight=Split(0, 'tp'))")
-    with phase("build"):
-        held = {name: sharded.parameter(name) for name in exercise.parameters}
-    for name, parameter in held.items():
-        tensors[f"{name}.initial"] = local_tensor(f"parameter {name}", parameter)
-    layouts = {f"{name}.initial": sharded.layouts[name] for name in held if name in sharded.layouts}
-    if exercise.only_initial:
-        return Observation(tensors, layouts)
-    purity = Purity()
-    _load(exercise, sharded, held)
-    for m, micro_batch in enumerate(exercise.micro_batches):
-        _run(exercise, sharded, micro_batch, tensors, purity, f"micro-batch {m}")
-    if sharded.finish is not None:
-        with phase("finish"):
-            sharded.finish()
-    for name, parameter in held.items():
-        tensors[f"{name}.grad"] = _gradient(exercise, sharded, f"{name}.grad", parameter)
-        layouts[f"{name}.grad"] = _fitting(exercise, name, sharded.grads[name])
-    for micro_batch in exercise.micro_batches:
-        for name in micro_batch.outputs:
-            _note(layouts, name, sharded.outputs, name)
-        for name in micro_batch.inputs:
-            _note(layouts, f"{name}.grad", sharded.inputs, name)
-    return Observation(tensors, layouts, tuple(purity.report()))
+    exercise.names.require_known(sharded)
+    return _Drive(exercise, sharded).run()
 
 
-def _load(exercise: Exercise, sharded: Sharded, held: Mapping[str, torch.Tensor]) -> None:
-    for name, parameter in held.items():
-        if name not in sharded.layouts:
-            raise WrongResult(f"no layout is given for parameter {name!r}: Sharded(..., {name}=Split(0, 'tp'))")
-        given, layout = exercise.parameters[name], sharded.layouts[name]
-        part = exercise.window(tuple(given.values.shape), layout).take(given.values)
-        require_like(f"parameter {name} with layout {layout}", as_local(parameter), tuple(part.shape), exercise.dtype)
-        with phase(f"setting parameter {name}"):
-            with torch.no_grad():
-                as_local(parameter).copy_(part)
-            parameter.requires_grad_(given.requires_grad)
+@dataclass(frozen=True)
+class _InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    consumed: torch.Tensor
 
 
-def _run(
-    exercise: Exercise,
-    sharded: Sharded,
-    micro_batch: MicroBatch,
-    tensors: dict[str, LocalTensor | None],
-    purity: Purity,
-    where: str,
-) -> None:
-    inputs = {
-        name: exercise.local(given, sharded.inputs.get(_base(name))).requires_grad_(given.requires_grad)
-        for name, given in micro_batch.inputs.items()
-    }
-    for name, value in inputs.items():
-        purity.watch(name, value)
-    with phase(f"forward of {where}"):
-        returned = sharded.forward(*inputs.values())
-    outputs = _outputs(returned, exercise, sharded, micro_batch)
-    for name, output in outputs.items():
-        tensors[name] = local_tensor(name, output)
-    consumed = exercise.consume(tuple(outputs.values()))
-    if any(g.requires_grad for g in (*exercise.parameters.values(), *micro_batch.inputs.values())):
-        if not consumed.requires_grad:
-            raise WrongResult(f"the output of {where} does not require a gradient, although an input or parameter does")
-        first = next(iter(outputs))
-        gradient = exercise.local(micro_batch.output_grad, sharded.outputs.get(_base(first)))
-        purity.watch("the gradient of the output", gradient)
-        with phase(f"backward of {where}"):
-            torch.autograd.backward(consumed, gradient)
-    for name, value in inputs.items():
-        tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(f"{name}.grad", value.grad)
-    purity.check()
+@dataclass
+class _Drive:
+    """One module on its way through an exercise, and what was observed so far."""
 
+    exercise: Exercise
+    sharded: Sharded
+    tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
-def _outputs(
-    returned: object, exercise: Exercise, sharded: Sharded, micro_batch: MicroBatch
-) -> dict[str, torch.Tensor]:
-    several = list(returned) if isinstance(returned, tuple | list) else [returned]
-    wanted = micro_batch.outputs
-    if len(several) != len(wanted):
-        found = f"{len(several)} values" + (f" ({', '.join(type(v).__name__ for v in several)})" if several else "")
-        raise WrongResult(f"forward returned {found}; expected {len(wanted)}: {', '.join(wanted)}")
-    outputs = {}
-    for (name, result), value in zip(wanted.items(), several, strict=True):
-        shape = exercise.window(result.shape, sharded.outputs.get(_base(name), result.layout)).shape
-        if not isinstance(value, torch.Tensor):
-            raise WrongResult(
-                f"forward returned {reprlib.repr(value)} as {name}; expected a tensor of local shape {shape}"
-            )
-        require_like(name, as_local(value), shape, exercise.dtype)
-        outputs[name] = as_local(value)
-    return outputs
+    def run(self) -> Observation:
+        with phase("build"):
+            held = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
+        for name, parameter in held.items():
+            self.tensors[f"{name}.initial"] = local_tensor(f"parameter {name}", parameter)
+            if name in self.sharded.layouts:
+                self.layouts[f"{name}.initial"] = self.sharded.layouts[name]
+        if self.exercise.only_initial:
+            return Observation(self.tensors, self.layouts)
+        self.purity = Purity()
+        self._load(held)
+        self._micro_batches()
+        if self.sharded.finish is not None and self.exercise.backward != "never":
+            with phase("finish"):
+                self.sharded.finish()
+        for name, parameter in held.items():
+            self._read_gradient(name, parameter)
+        self.purity.release()
+        return Observation(self.tensors, self.layouts, tuple(self.purity.report()))
 
+    def _load(self, held: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in held.items():
+            if name not in self.sharded.layouts:
+                raise WrongResult(f"no layout is given for parameter {name!r}: Sharded(..., {name}=Split(0, 'tp'))")
+            given, layout = self.exercise.parameters[name], self.sharded.layouts[name]
+            part = self.exercise.window(tuple(given.values.shape), layout).take(given.values)
+            local, what = as_local(parameter), f"parameter {name}"
+            require_like(f"{what} with layout {layout}", local, tuple(part.shape), self.exercise.dtype)
+            with phase(f"setting {what}"):
+                with torch.no_grad():
+                    local.copy_(part)
+                parameter.requires_grad_(given.requires_grad)
+            self.purity.watch(what, local)
 
-def _gradient(exercise: Exercise, sharded: Sharded, name: str, parameter: torch.Tensor) -> LocalTensor | None:
-    with phase(f"reading {name}"):
-        if sharded.read_grad is not None:
-            found = sharded.read_grad(parameter)
-        else:
-            found = getattr(parameter, "main_grad", None) if exercise.main_grad else parameter.grad
-    if found is None:
-        return None
-    read = local_tensor(name, found)
-    # A buffer exists also for a frozen parameter: untouched, it is no gradient.
-    untouched = exercise.main_grad and not parameter.requires_grad and not bool(found.any())
-    return None if untouched else read
+    def _micro_batches(self) -> None:
+        """Forwards and backwards in the order that the exercise asks for."""
+        numbers = range(len(self.exercise.micro_batches))
+        if self.exercise.backward == "immediate":
+            for m in numbers:
+                self._backward(m, self._forward(m))
+            return
+        with torch.no_grad() if self.exercise.backward == "never" else nullcontext():
+            in_flight = [self._forward(m) for m in numbers]
+        for m in reversed(numbers) if self.exercise.backward == "reversed" else numbers:
+            self._backward(m, in_flight[m])
 
+    def _forward(self, m: int) -> _InFlight:
+        exercise, sharded, micro_batch = self.exercise, self.sharded, self.exercise.micro_batches[m]
+        inputs = {}
+        for name, given in micro_batch.inputs.items():
+            said = exercise.said(sharded.inputs, name)
+            of_grad = exercise.said(sharded.grads, name) or (said and of_gradient(said))
+            if of_grad:
+                self.layouts[f"{name}.grad"] = of_grad
+            inputs[name] = exercise.local(given, said).requires_grad_(given.requires_grad)
+            self.purity.watch(name, inputs[name])
+        with phase(f"forward of micro-batch {m}"):
+            returned = sharded.forward(*inputs.values())
+        outputs = self._outputs(returned, micro_batch)
+        for name, output in outputs.items():
+            self.tensors[name] = local_tensor(name, output)
+            self.purity.watch(name, output)
+        return _InFlight(inputs, outputs, exercise.consume(tuple(outputs.values())))
 
-def _fitting(exercise: Exercise, name: str, layout: Layout) -> Layout:
-    """The layout of a gradient, tried on the parameter."""
-    if not any(isinstance(placement, Each) for placement in placements(layout)):
-        exercise.window(tuple(exercise.parameters[name].values.shape), layout)
-    return layout
+    def _outputs(self, returned: object, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        several = list(returned) if isinstance(returned, tuple | list) else [returned]
+        wanted = micro_batch.outputs
+        if len(several) != len(wanted):
+            found = f"{len(several)} values" + (f" ({', '.join(type(v).__name__ for v in several)})" if several else "")
+            raise WrongResult(f"forward returned {found}; expected {len(wanted)}: {', '.join(wanted)}")
+        outputs = {}
+        for (name, result), value in zip(wanted.items(), several, strict=True):
+            said = self.exercise.said(self.sharded.outputs, name)
+            layout = self.layouts[name] = said or result.layout
+            shape = self.exercise.window(result.shape, layout).shape
+            if not isinstance(value, torch.Tensor):
+                raise WrongResult(
+                    f"forward returned {reprlib.repr(value)} as {name}; expected a tensor of local shape {shape}"
+                )
+            require_like(name, as_local(value), shape, self.exercise.dtype)
+            outputs[name] = as_local(value)
+        return outputs
 
+    def _backward(self, m: int, flight: _InFlight) -> None:
+        """Backward where anything trains; then the micro-batch is done with, and its tensors may be reused."""
+        micro_batch = self.exercise.micro_batches[m]
+        done = [*flight.inputs, *flight.outputs]
+        if self.exercise.trains:
+            if not flight.consumed.requires_grad:
+                raise WrongResult(
+                    f"the output of micro-batch {m} does not require a gradient, although an input or parameter does"
+                )
+            first = next(iter(flight.outputs))
+            gradient = self.exercise.local(micro_batch.output_grad, of_gradient(self.layouts[first]))
+            what = f"the gradient of {first}"
+            self.purity.watch(what, gradient)
+            done.append(what)
+            with phase(f"backward of micro-batch {m}"):
+                torch.autograd.backward(flight.consumed, gradient)
+        for name, value in flight.inputs.items():
+            self.tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(f"{name}.grad", value.grad)
+        self.purity.release(done)
 
-def _base(name: str) -> str:
-    """A candidate names the layout of ``input`` once, for every ``input[m]``."""
-    return name.partition("[")[0]
-
-
-def _note(layouts: dict[str, Layout], name: str, given: Mapping[str, Layout], tensor: str) -> None:
-    if _base(tensor) in given:
-        layouts[name] = given[_base(tensor)]
+    def _read_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        what, exercise = f"{name}.grad", self.exercise
+        with phase(f"reading {what}"):
+            if self.sharded.read_grad is not None:
+                found = self.sharded.read_grad(parameter)
+            else:
+                found = getattr(parameter, "main_grad", None) if exercise.main_grad else parameter.grad
+        read = None if found is None else local_tensor(what, found)
+        # A buffer exists also for a parameter that gets no gradient: untouched, it is none.
+        trains = exercise.trains and parameter.requires_grad
+        if found is not None and exercise.main_grad and not trains and not bool(found.any()):
+            read = None
+        self.tensors[what] = read
+        said = exercise.said(self.sharded.grads, name)
+        if said is not None:
+            shape = tuple(exercise.parameters[name].values.shape)
+            exercise.window((exercise.mesh.axis_size(exercise.replica_axes), *shape), said)  # refuses what does not fit
+            self.layouts[what] = said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -59,23 +59,25 @@ def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
 
 
 class Purity:
-    """Watches what a candidate must leave alone: its inputs, the random state, the default dtype, the grad mode."""
+    """Watches what a candidate must leave alone: parameters, inputs and outputs, the random state, torch's defaults."""
 
     def __init__(self) -> None:
-        self._watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._watched: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._random = torch.get_rng_state()
         self._dtype = torch.get_default_dtype()
+        self._device = torch.get_default_device()
         self._problems: list[str] = []
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
-        self._watched.append((name, tensor, tensor.detach().clone()))
+        """From now on the tensor must keep its bits, until it is released."""
+        self._watched[name] = tensor, tensor.detach().clone()
 
-    def check(self) -> None:
-        """Compares everything watched with its copy, bit for bit, and lets go of it."""
-        for name, tensor, copy in self._watched:
+    def release(self, names: Iterable[str] | None = None) -> None:
+        """Compares what was watched, all or by name, with its copy, bit for bit, and lets go of it."""
+        for name in list(self._watched if names is None else names):
+            tensor, copy = self._watched.pop(name)
             if not _same_bits(tensor.detach(), copy):
                 self._problems.append(f"changed {name} in place")
-        self._watched.clear()
 
     def report(self) -> Iterator[str]:
         """One sentence for each thing that was changed."""
@@ -84,6 +86,8 @@ class Purity:
             yield "drew from the default random generator and did not restore it"
         if torch.get_default_dtype() != self._dtype:
             yield f"left the default dtype at {torch.get_default_dtype()}"
+        if torch.get_default_device() != self._device:
+            yield f"left the default device at {torch.get_default_device()}"
         if not torch.is_grad_enabled():
             yield "left gradients switched off"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 #: Larger magnitudes add nothing: two different sums hardly ever agree by chance any more.
@@ -24,40 +24,46 @@ class Term:
     factors: tuple[str, ...]
 
 
-#: A result of a case: the terms that add up to one of its elements.
-Result = tuple[Term, ...]
+@dataclass(frozen=True)
+class Sum:
+    """A result of a case: the terms that add up to one of its elements, with ``precision`` significand bits."""
+
+    terms: tuple[Term, ...]
+    precision: int
+
+    def bound(self, limits: Mapping[str, int]) -> int:
+        """The largest sum of absolute values that the terms can reach."""
+        return sum(term.count * math.prod(limits[name] for name in term.factors) for term in self.terms)
+
+    def exact(self, limits: Mapping[str, int]) -> bool:
+        """Whether no sum can round."""
+        return self.bound(limits) <= int(2**self.precision)
 
 
-def bound(result: Result, limits: dict[str, int]) -> int:
-    """The largest sum of absolute values that the result's terms can reach."""
-    return sum(term.count * math.prod(limits[name] for name in term.factors) for term in result)
-
-
-def lattice_limits(results: Sequence[Result], precision: int) -> dict[str, int]:
-    """The largest magnitude for each tensor, such that every result is exact with ``precision`` significand bits.
+def lattice_limits(sums: Sequence[Sum]) -> dict[str, int]:
+    """The largest magnitude for each tensor, such that every sum is exact.
 
     Magnitudes are raised in turn, so that the tensors share the room. Raises ValueError where even magnitude 1 does
     not fit.
     """
-    return dict(_limits(tuple(results), precision))
+    return dict(_limits(tuple(sums)))
 
 
 @functools.cache
-def _limits(results: tuple[Result, ...], precision: int) -> dict[str, int]:
-    names = sorted({name for result in results for term in result for name in term.factors})
+def _limits(sums: tuple[Sum, ...]) -> dict[str, int]:
+    names = sorted({name for one in sums for term in one.terms for name in term.factors})
     limits = dict.fromkeys(names, 1)
-    worst = max((bound(result, limits) for result in results), default=0)
-    if worst > 2**precision:
-        raise ValueError(
-            f"a sum of {worst} terms cannot be exact with {precision} significand bits: "
-            f"at most {2**precision} terms; make the sizes smaller"
-        )
+    for one in sums:
+        if not one.exact(limits):
+            raise ValueError(
+                f"a sum of {one.bound(limits)} terms cannot be exact with {one.precision} significand bits: "
+                f"at most {2**one.precision} terms; make the sizes smaller"
+            )
     growing = list(names)
     while growing:
         for name in list(growing):
             larger = {**limits, name: limits[name] + 1}
-            fits = all(bound(result, larger) <= 2**precision for result in results)
-            if fits and larger[name] <= LARGEST_USEFUL:
+            if larger[name] <= LARGEST_USEFUL and all(one.exact(larger) for one in sums):
                 limits = larger
             else:
                 growing.remove(name)

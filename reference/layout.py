@@ -54,12 +54,18 @@ class Partial:
 
     axis: Axes
 
+    def __repr__(self) -> str:
+        return f"Partial({self.axis!r})"
+
 
 @dataclass(frozen=True)
 class Each:
     """The global tensor's first dimension holds one tensor for each coordinate along ``axis``."""
 
     axis: Axes
+
+    def __repr__(self) -> str:
+        return f"Each({self.axis!r})"
 
 
 Placement: TypeAlias = Whole | Split | Partial | Each
@@ -69,7 +75,7 @@ Layout: TypeAlias = Placement | tuple[Placement, ...]
 def placements(layout: Layout) -> tuple[Placement, ...]:
     """The layout as a tuple, ``Each`` first, without ``Whole``.
 
-    Raises TypeError for anything else, and ValueError where an axis cuts or sums twice: its ranks would not hold
+    Raises TypeError for anything else, and ValueError where two placements name an axis: its ranks would not hold
     every part of the tensor.
     """
     parts = layout if isinstance(layout, tuple) else (layout,)
@@ -77,11 +83,31 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
         if not isinstance(part, Whole | Split | Partial | Each):
             raise TypeError(f"{part!r} is not a layout: use Split(dim, axis), Whole(), Partial(axis) or Each(axis)")
     cuts = tuple(p for p in parts if isinstance(p, Split | Partial))
-    named = [axis for p in cuts for axis in _axes(p)]
+    found = tuple(p for p in parts if isinstance(p, Each)) + cuts
+    named = [axis for p in found for axis in _axes(p)]
     repeated = [axis for axis in named if named.count(axis) > 1]
     if repeated:
-        raise ValueError(f"axis {repeated[0]!r} is used twice in {' and '.join(map(str, cuts))}: use each axis once")
-    return tuple(p for p in parts if isinstance(p, Each)) + cuts
+        raise ValueError(f"axis {repeated[0]!r} is used twice in {' and '.join(map(str, found))}: use each axis once")
+    return found
+
+
+def with_each(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """The layout of a tensor of which every coordinate along ``axes`` has one of its own, unless it says so already.
+
+    Raises TypeError and ValueError as `placements` does.
+    """
+    parts = placements(layout)
+    return parts if any(isinstance(part, Each) for part in parts) else placements((Each(axes), *parts))
+
+
+def of_gradient(layout: Layout) -> Layout:
+    """The layout of a tensor's gradient: of a sum, every summand has all of it."""
+    return tuple(part for part in placements(layout) if not isinstance(part, Partial))
+
+
+def layout_text(layout: Layout) -> str:
+    """The layout as a user writes it."""
+    return " and ".join(str(part) for part in placements(layout) if part != Each(())) or "Whole()"
 
 
 def cut(length: int, parts: int, rule: Rule = "balanced") -> tuple[int, ...]:
@@ -146,7 +172,7 @@ def partial_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _axes(placement: Split | Partial) -> tuple[str, ...]:
+def _axes(placement: Split | Partial | Each) -> tuple[str, ...]:
     return (placement.axis,) if isinstance(placement.axis, str) else placement.axis
 
 

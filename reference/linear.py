@@ -11,16 +11,19 @@ dimensions of a micro-batch, I in_features, O out_features.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from reference.dtypes import Format, format_of
-from reference.lattice import Result, Term, lattice_limits
+from reference.dtypes import FORMATS, Format, format_of
+from reference.lattice import Sum, Term, lattice_limits
 from reference.mesh import Mesh
 from reference.recipe import EXACT_KINDS, Recipe, fill
 
 Kind = Literal["column", "row"]
+#: When the backward of a micro-batch runs: right after its forward; after all forwards, the first or the last
+#: micro-batch first; or never, and then forward runs under torch.no_grad().
+Backward = Literal["immediate", "delayed", "reversed", "never"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -41,7 +44,8 @@ class LinearCase:
     ``leading`` lists the token dimensions of each micro-batch. ``sequence_parallel`` cuts the first of them over the
     ranks, before a column layer and after a row layer. ``explicit_group`` hands the layer its process group instead
     of leaving it to the default. ``main_grad`` asks for gradients accumulated in fp32 in a buffer beside the parameter.
-    ``weight_at_call`` passes the weight to forward. ``init`` compares the initial parameters with a one-process run.
+    ``weight_at_call`` passes the weight to forward. ``backward`` says when the micro-batches' backwards run.
+    ``init`` compares the initial parameters with a one-process run.
     """
 
     mesh: Mesh
@@ -63,6 +67,7 @@ class LinearCase:
     main_grad: bool = False
     weight_at_call: bool = False
     transposed: bool = False
+    backward: Backward = "immediate"
     init: bool = False
     recipes: LinearRecipes = field(default_factory=LinearRecipes)
 
@@ -85,7 +90,10 @@ class LinearCase:
                     f"recipe kind {kind!r} of {f.name} is not exact, and linear cases are compared bit by bit: "
                     f"expected one of {', '.join(EXACT_KINDS)}"
                 )
-        lattice_limits(results(self), self.format.precision)  # refuses sizes that cannot be exact
+        lattice_limits(sums(self))  # refuses sizes that cannot be exact
+        if self.backward not in get_args(Backward):
+            expected = ", ".join(get_args(Backward))
+            raise ValueError(f"backward is {self.backward!r}: expected one of {expected}")
         if self.skip_bias_add and not self.bias:
             raise ValueError("skip_bias_add goes only with bias: there is none to return")
 
@@ -108,26 +116,44 @@ class LinearCase:
         return self.mesh.axis_size(self.axis)
 
     @property
-    def trains(self) -> bool:
-        """Whether anything needs a gradient."""
-        return self.input_requires_grad or self.weight_requires_grad or (self.bias and self.bias_requires_grad)
+    def trained(self) -> frozenset[str]:
+        """Which of input, weight and bias get a gradient."""
+        asked = {"input": self.input_requires_grad, "weight": self.weight_requires_grad}
+        asked["bias"] = self.bias and self.bias_requires_grad
+        return frozenset(name for name, wanted in asked.items() if wanted and self.backward != "never")
 
 
-def results(case: LinearCase) -> list[Result]:
+def sums(case: LinearCase) -> list[Sum]:
     """The terms of every result, for the lattice bound: all sums of forward and backward."""
-    tokens = sum(_tokens(dims) for dims in case.leading)
-    forward = (Term(case.in_features, ("input", "weight")), Term(1, ("bias",)))
+    p, tokens = case.format.precision, [_tokens(dims) for dims in case.leading]
+    steps = [2 ** -_exponent(case, m) for m in range(len(tokens))]
+    # In units of the smallest step: what one micro-batch gives, in the dtype, and the total.
+    total = sum(count * max(steps) // step for count, step in zip(tokens, steps, strict=True))
+    kept = FORMATS["fp32"].precision if max(steps) > 1 else p
     return [
-        forward,
-        (Term(case.out_features, ("output_grad", "weight")),),
-        (Term(tokens, ("output_grad", "input")),),
-        (Term(tokens, ("output_grad",)),),
+        Sum((Term(case.in_features, ("input", "weight")), Term(1, ("bias",))), p),
+        Sum((Term(case.out_features, ("output_grad", "weight")),), p),
+        *(
+            Sum((Term(count, factors),), precision)
+            for factors in (("output_grad", "input"), ("output_grad",))
+            for count, precision in ((max(tokens), p), (total, kept))
+        ),
     ]
+
+
+def _exponent(case: LinearCase, m: int) -> int:
+    """The power of two by which the output gradient of a micro-batch is scaled.
+
+    With ``main_grad`` in low precision every second one is so much smaller that the total over micro-batches is exact
+    in fp32 and hardly ever in the dtype: then a total that is kept in the dtype shows.
+    """
+    p = case.format.precision
+    return -p if case.main_grad and 2 * p < FORMATS["fp32"].precision and m % 2 else 0
 
 
 def tensors(case: LinearCase) -> Tensors:
     """Every global tensor of the case, float64, filled by its recipe and rounded to the case's dtype."""
-    limits = lattice_limits(results(case), case.format.precision)
+    limits = lattice_limits(sums(case))
     made: Tensors = {}
 
     def add(name: str, role: str, shape: tuple[int, ...]) -> None:
@@ -140,6 +166,7 @@ def tensors(case: LinearCase) -> Tensors:
     for m, dims in enumerate(case.leading):
         add(f"input[{m}]", "input", (case.replicas, *dims, case.in_features))
         add(f"output[{m}].grad", "output_grad", (case.replicas, *dims, case.out_features))
+        made[f"output[{m}].grad"] *= 2.0 ** _exponent(case, m)
     return made
 
 
@@ -149,7 +176,7 @@ def expected(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | None]
     y = x W^T + b, dL/dx = g W, dL/dW = g^T x, dL/db = sum of g, written out so that nothing rests on autograd.
     With ``skip_bias_add`` the caller adds the returned bias, so the gradients are the same.
     """
-    weight, bias = given["weight"], given.get("bias")
+    weight, bias, trained = given["weight"], given.get("bias"), case.trained
     out: dict[str, torch.Tensor | None] = {}
     weight_grad = torch.zeros(case.replicas, *weight.shape, dtype=torch.float64)
     bias_grad = torch.zeros(case.replicas, case.out_features, dtype=torch.float64)
@@ -164,11 +191,11 @@ def expected(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | None]
         bias_grad = bias_grad + g_RTO.sum(1)
         shape = given[f"input[{m}]"].shape
         out[f"output[{m}]"] = y_RTO.reshape(*shape[:-1], case.out_features)
-        out[f"input[{m}].grad"] = (g_RTO @ weight).reshape(shape) if case.input_requires_grad else None
+        out[f"input[{m}].grad"] = (g_RTO @ weight).reshape(shape) if "input" in trained else None
         weight_grad = weight_grad + g_RTO.transpose(1, 2) @ x_RTI
-    out["weight.grad"] = weight_grad if case.weight_requires_grad else None
+    out["weight.grad"] = weight_grad if "weight" in trained else None
     if bias is not None:
-        out["bias.grad"] = bias_grad if case.bias_requires_grad else None
+        out["bias.grad"] = bias_grad if "bias" in trained else None
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from reference.linear import Kind, LinearCase, LinearRecipes
+from reference.linear import Backward, Kind, LinearCase, LinearRecipes
 from reference.recipe import Recipe
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import exact_recipes
@@ -33,8 +33,10 @@ FEATURES = {
 KINDS: tuple[Kind, ...] = ("column", "row")
 
 _LARGEST = 12
-#: Of one micro-batch: the gradients of two still sum exactly in bf16, which holds whole numbers up to 256.
-_MOST_TOKENS = 128
+_MOST_MICRO_BATCHES = 3
+#: Of one micro-batch: the gradients of all still sum exactly in bf16, which holds whole numbers up to 256.
+_MOST_TOKENS = 256 // _MOST_MICRO_BATCHES
+_BACKWARD: list[Backward] = [*["immediate"] * 3, *["delayed", "reversed"] * 2, "never"]  # type: ignore[list-item]
 #: The options of a case at their plainest.
 _PLAIN = {
     f.name: f.default
@@ -62,7 +64,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> LinearCase:
     dims = draw(st.sampled_from([*sorted(scope.token_dims), min(scope.token_dims)]))
     cut, free = _features(draw, n, scope.has("uneven")), draw(st.integers(1, _LARGEST))
     first = _features(draw, n, scope.has("uneven_sequence") or not sequence_parallel)
-    leading = draw(st.lists(_tokens(dims, first), min_size=1, max_size=2))
+    leading = draw(st.lists(_tokens(dims, first), min_size=1, max_size=_MOST_MICRO_BATCHES))
     if sequence_parallel and not scope.has("uneven_sequence"):
         leading = [(max(n, d[0] // n * n), *d[1:]) for d in leading]
     return LinearCase(
@@ -85,6 +87,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> LinearCase:
         main_grad=scope.has("main_grad") and _one_in(draw, 5),
         weight_at_call=scope.has(f"{kind}_weight_at_call") and _one_in(draw, 4),
         transposed=draw(st.sampled_from([False, True, True])),
+        backward=draw(st.sampled_from(_BACKWARD)),
         init=scope.checks_initialization and _one_in(draw, 4),
         recipes=draw(st.builds(LinearRecipes, *[exact_recipes()] * 4)),
     )

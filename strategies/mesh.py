@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from reference.mesh import Mesh, MeshCase
 from strategies.scope import Scope
 
+#: Up to here the ranks are processes, and there are few sizes to choose from.
+_FEW = 64
+
 
 @st.composite
 def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | None = None, most: int = 3) -> Mesh:
@@ -24,9 +27,8 @@ def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | 
 
     def add(axis: str) -> None:
         nonlocal room
-        # The axis that a subject is about: more often cut than not.
-        more = [2] if axis == first and room > 1 else []
-        size = draw(st.sampled_from([*range(1, room + 1), *more]) if more else st.integers(1, room))
+        # Twos more often than the rest, so that there is room for a second and a third axis.
+        size = draw(st.sampled_from([*range(1, room + 1), *[2] * (room // 2)]) if room < _FEW else st.integers(1, room))
         sizes.insert(draw(st.integers(0, len(sizes))), (axis, size))
         room //= size
 
@@ -34,7 +36,7 @@ def meshes(draw: st.DrawFn, axes: tuple[str, ...], max_world: int, first: str | 
         add(first)
     # All that belongs to an axis is drawn together, and from the same choices, so that shrinking can leave it out.
     for _ in range(min(most, len(others))):
-        if draw(st.integers(0, 2)) == 0:
+        if draw(st.integers(0, 3)) == 0:
             break
         # An axis of one rank changes names and orders only, and every new mesh costs its groups: now and then will do.
         if room == 1 and draw(st.integers(0, 3)) < 3:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from harness.observation import LocalTensor, Observation
 from harness.verdict import Finding
-from reference.layout import Each, Layout, Window, partial_axes, placements, window
+from reference.layout import Layout, Window, layout_text, partial_axes, window
 from reference.mesh import Mesh
 
 Values = NDArray[np.float64]
@@ -133,7 +133,6 @@ def _describe(
     g, w = float(got[rank][local]), float(part.take(want)[local])
     elements, total = int(sum(m.sum() for m in wrong.values())), int(sum(v.size for v in got))
     ranks = "every rank" if len(wrong) == len(got) and len(got) > 1 else ", ".join(f"rank {r}" for r in sorted(wrong))
-    cut = " and ".join(str(p) for p in placements(layout) if p != Each(())) or "Whole()"
     return Finding(
         "mismatch",
         f"{name} differs from one process on {ranks}: {elements} of {total} elements",
@@ -144,7 +143,7 @@ def _describe(
         local,
         g,
         w,
-        details=f"layout: {cut}",
+        details=f"layout: {layout_text(layout)}",
     )
 
 

@@ -10,7 +10,8 @@ import torch
 
 import strategies.linear
 from harness.candidate import NotOffered
-from harness.drive import Exercise, Given, MicroBatch, Outputs, Result, drive
+from harness.drive import drive
+from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.compare import compare_exact, different, replicas_disagree, same_bits
@@ -22,6 +23,7 @@ from reference.layout import Each, Layout, Partial, Split, Whole, placements, wi
 from reference.linear import LinearCase, expected, tensors
 from reference.mesh import Mesh
 
+_NAMES = Names(parameters=("weight", "bias"), inputs=("input",), outputs=("output", "output_bias"))
 #: Bits of random data below which two shards may be alike by chance.
 _ENOUGH_BITS = 64
 
@@ -92,8 +94,11 @@ def _exercise(case: LinearCase, uneven: str, rank: int) -> Exercise:
         mesh=case.mesh,
         rank=rank,
         dtype=case.format.torch_dtype,
+        names=_NAMES,
         parameters=parameters,
         micro_batches=micro_batches,
+        replica_axes=case.replica_axes,
+        backward=case.backward,
         consume=_add_bias if case.bias and case.skip_bias_add else _only,
         transposed=case.transposed,
         main_grad=case.main_grad,
@@ -138,10 +143,9 @@ def judge(
 
 def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: Observation) -> Layout:
     """The layout of a result: what the candidate says, else the subject's own."""
-    each = Each(case.replica_axes)
-    if name in observation.layouts:
-        said = placements(observation.layouts[name])
-        return said if any(isinstance(p, Each) for p in said) else (each, *said)
+    said = observation.layouts.get(name)
+    if said is not None:
+        return said
     return cuts[name.removesuffix(".grad").partition("[")[0]]
 
 

@@ -133,13 +133,13 @@ def test_one_wrong_replica_is_found_with_its_place() -> None:
 def test_ranks_must_name_the_same_layout() -> None:
     finding = only_finding("returning.py:OtherLayoutOnRank1")
     assert finding.kind == "disagree"
-    assert finding.message.startswith("the layout of bias.grad is Partial(axis='tp') on rank 1 and Split(0, ")
+    assert finding.message.startswith("the layout of bias.grad is Partial('tp') on rank 1 and Split(0, ")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OutputGradient", "changed the gradient of the output in place"),
+        ("OutputGradient", "changed the gradient of output[0] in place"),
         ("DefaultDtype", "left the default dtype at torch.float64"),
         ("Random", "drew from the default random generator and did not restore it"),
         ("GradMode", "left gradients switched off"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +12,8 @@ from drawing import FULL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference.lattice import LARGEST_USEFUL, Result, Term, bound, lattice_limits
-from reference.linear import LinearCase, LinearRecipes, expected, results, tensors
+from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
+from reference.linear import LinearCase, LinearRecipes, expected, tensors
 from reference.mesh import Mesh
 from reference.recipe import Recipe
 from strategies.linear import cases
@@ -20,7 +21,10 @@ from strategies.linear import cases
 MANY = Mesh.of(tp=1, dp=LARGEST_USEFUL)
 roles = st.sampled_from(["a", "b", "c"])
 terms = st.builds(Term, st.integers(1, 12), st.lists(roles, min_size=1, max_size=2).map(tuple))
-some_results = st.lists(st.lists(terms, min_size=1, max_size=2).map(tuple), min_size=1, max_size=4)
+precisions = st.sampled_from([8, 11, 24, 53])
+some_sums = st.lists(
+    st.builds(Sum, st.lists(terms, min_size=1, max_size=2).map(tuple), precisions), min_size=1, max_size=4
+)
 
 
 def summed(terms_first: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
@@ -54,8 +58,11 @@ def in_dtype(case: LinearCase, rng: np.random.Generator) -> dict[str, torch.Tens
         out[f"input[{m}].grad"] = summed(backward, rng).reshape(case.replicas, *dims, -1)
         products.append((g[..., None] * x[..., None, :]).movedim(1, 0))  # [T, R, O, I]
         grads.append(g.movedim(1, 0))
-    out["weight.grad"] = summed(torch.cat(products), rng)
-    out["bias.grad"] = summed(torch.cat(grads), rng)
+    kept = torch.promote_types(weight.dtype, torch.float32) if case.main_grad else weight.dtype
+    for name, parts in (("weight.grad", products), ("bias.grad", grads)):
+        if case.main_grad:
+            parts = [summed(part, rng)[None] for part in parts]
+        out[name] = summed(torch.cat(parts).to(kept), rng)
     return out
 
 
@@ -83,12 +90,24 @@ def test_sums_as_large_as_can_be_are_exact(dtype: str, sizes: tuple[int, int, in
         assert wrong(case, np.random.default_rng(0)) == []
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_main_gradient_does_not_fit_the_dtype_of_the_parameter(dtype: str) -> None:
+    """The total over micro-batches is exact in fp32 only, so that one kept in the parameter's dtype is seen."""
+    case = LinearCase(Mesh.of(tp=1, dp=64), "column", 4, 4, ((1,),) * 3, dtype=dtype, main_grad=True)
+    low = dataclasses.replace(case, main_grad=False)
+    total = expected(case, tensors(case))["weight.grad"]
+    assert total is not None
+    assert not torch.equal(total, total.to(case.format.torch_dtype).to(torch.float64))
+    assert wrong(case, np.random.default_rng(0)) == []
+    assert wrong(low, np.random.default_rng(0)) == []
+
+
 def test_with_larger_limits_bf16_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     case = LinearCase(Mesh.of(tp=1, dp=64), "column", 2, 2, ((2,),), dtype="bf16")
     assert wrong(case, np.random.default_rng(0)) == []
 
-    def too_large(found: Sequence[Result], precision: int) -> dict[str, int]:
-        return {name: 2 * limit for name, limit in lattice_limits(found, precision).items()}
+    def too_large(found: Sequence[Sum]) -> dict[str, int]:
+        return {name: 2 * limit for name, limit in lattice_limits(found).items()}
 
     monkeypatch.setattr("reference.linear.lattice_limits", too_large)
     assert set(wrong(case, np.random.default_rng(0))) == {"output[0]", "input[0].grad", "weight.grad"}
@@ -97,7 +116,7 @@ def test_with_larger_limits_bf16_is_not_exact(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("count", "limit"), [(9, 28), (32, 8), (256, 1)])
 def test_the_limit_of_a_sum_is_the_last_that_is_exact(count: int, limit: int) -> None:
     """With one more, a sum can be 257, which bf16 does not hold."""
-    assert lattice_limits([(Term(count, ("a",)),)], 8) == {"a": limit}
+    assert lattice_limits([Sum((Term(count, ("a",)),), 8)]) == {"a": limit}
     values = [limit] * count
     for _ in range(257 - sum(values)):
         values[values.index(limit)] += 1
@@ -106,20 +125,19 @@ def test_the_limit_of_a_sum_is_the_last_that_is_exact(count: int, limit: int) ->
     assert float(one_by_one(torch.tensor(values, dtype=torch.bfloat16))) != 257
 
 
-@given(some_results, st.sampled_from([8, 11, 24, 53]))
-def test_limits_fit_and_no_limit_could_be_larger(found: list[Result], precision: int) -> None:
-    limits = lattice_limits(found, precision)
-    assert set(limits) == {name for result in found for term in result for name in term.factors}
-    assert all(bound(result, limits) <= 2**precision for result in found)
+@given(some_sums)
+def test_limits_fit_and_no_limit_could_be_larger(found: list[Sum]) -> None:
+    limits = lattice_limits(found)
+    assert set(limits) == {name for one in found for term in one.terms for name in term.factors}
+    assert all(one.bound(limits) <= 2**one.precision for one in found)
     for name, limit in limits.items():
         larger = {**limits, name: limit + 1}
-        assert limit == LARGEST_USEFUL or any(bound(result, larger) > 2**precision for result in found)
+        assert limit == LARGEST_USEFUL or any(one.bound(larger) > 2**one.precision for one in found)
 
 
 def test_too_many_terms_are_refused() -> None:
     refusal = "sum of 257 terms cannot be exact with 8 significand bits: at most 256 terms"
-    case = LinearCase(Mesh.of(tp=1), "row", 256, 1)
     with pytest.raises(ValueError, match=refusal):
-        lattice_limits(results(case), 8)
+        lattice_limits([Sum((Term(256, ("input", "weight")), Term(1, ("bias",))), 8)])
     with pytest.raises(ValueError, match=refusal):
         LinearCase(Mesh.of(tp=1), "row", 256, 1, dtype="bf16")

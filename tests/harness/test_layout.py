@@ -12,7 +12,19 @@ from drawing import Cut, cuts
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from reference.layout import Each, Layout, Partial, Split, Whole, cut, partial_axes, placements, window
+from reference.layout import (
+    Each,
+    Layout,
+    Partial,
+    Split,
+    Whole,
+    cut,
+    layout_text,
+    partial_axes,
+    placements,
+    window,
+    with_each,
+)
 from reference.mesh import Mesh
 
 LENGTHS, PARTS = st.integers(0, 40), st.integers(1, 12)
@@ -100,7 +112,23 @@ def test_given_sizes_and_negative_dimensions() -> None:
         ((0, 2), (0, 4)),
         ((0, 2), (4, 1)),
     ]
-    assert window((3, 2, 5), (split, Each("tp")), mesh, 1).ranges == ((0, 2), (0, 4)), "dimensions are those after Each"
+    part = window((2, 2, 5), (split, Each("dp")), Mesh.of(tp=3, dp=2), 4)
+    assert (part.lead, part.ranges) == ((1,), ((0, 2), (0, 4))), "dimensions are those after Each"
+
+
+def test_what_a_candidate_leaves_out_of_a_layout() -> None:
+    assert with_each(Whole(), ("dp",)) == (Each(("dp",)),)
+    assert with_each(Split(0, "tp"), ()) == (Each(()), Split(0, "tp"))
+    said = (Each(("dp", "pp")), Partial("tp"))
+    assert with_each(said, ("dp",)) == said
+    with pytest.raises(ValueError, match="axis 'dp' is used twice"):
+        with_each(Partial("dp"), ("dp", "cp"))
+
+
+def test_a_layout_reads_as_it_is_written() -> None:
+    said = with_each((Partial(("tp", "cp")), Split(0, "ep", rule="chunk")), ("dp",))
+    assert layout_text(said) == "Each(('dp',)) and Partial(('tp', 'cp')) and Split(0, 'ep', rule='chunk')"
+    assert layout_text(with_each(Whole(), ())) == "Whole()"
 
 
 def test_partial_and_absent_axes_hold_the_whole() -> None:
@@ -133,6 +161,7 @@ def test_placements_are_each_first_and_no_whole() -> None:
         ((4,), Each("xp"), "unknown mesh axis 'xp'"),
         ((4, 4), (Split(0, "tp"), Split(1, "tp")), "axis 'tp' is used twice"),
         ((4, 4), (Split(0, ("dp", "tp")), Partial("tp")), "axis 'tp' is used twice"),
+        ((3, 4), (Split(0, "tp"), Each(("dp", "tp"))), "axis 'tp' is used twice"),
     ],
 )
 def test_what_does_not_fit_is_refused(shape: tuple[int, ...], layout: Layout, message: str) -> None:

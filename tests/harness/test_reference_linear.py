@@ -26,7 +26,7 @@ def by_autograd(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | No
         for m in range(len(case.leading)):
             x = given[f"input[{m}]"][r].clone().requires_grad_(case.input_requires_grad)
             y = F.linear(x, weight, bias)
-            if y.requires_grad:
+            if y.requires_grad and case.backward != "never":
                 torch.autograd.backward(y, given[f"output[{m}].grad"][r])
             out[f"input[{m}].grad"] = x.grad
             if bias is not None and case.skip_bias_add:
@@ -61,7 +61,7 @@ def test_expected_is_what_autograd_computes(case: LinearCase) -> None:
 @given(cases(FULL))
 def test_micro_batches_sum(case: LinearCase) -> None:
     made = tensors(case)
-    trained = dataclasses.replace(case, weight_requires_grad=True, bias_requires_grad=True)
+    trained = dataclasses.replace(case, weight_requires_grad=True, bias_requires_grad=True, backward="immediate")
     whole = expected(trained, made)
     for name in ("weight.grad", "bias.grad"):
         if name not in whole:
@@ -104,9 +104,10 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
     made = tensors(case)
     missing = {name for name, value in expected(case, made).items() if value is None}
     assert missing == ({"input[0].grad", "input[1].grad"} if frozen == "input" else {f"{frozen}.grad"})
-    assert case.trains
-    nothing = dataclasses.replace(case, input_requires_grad=False, weight_requires_grad=False, bias_requires_grad=False)
-    assert not nothing.trains
+    assert case.trained == {"input", "weight", "bias"} - {frozen}
+    never = dataclasses.replace(plain, backward="never")
+    assert never.trained == frozenset()
+    assert [name for name, value in expected(never, made).items() if value is not None] == ["output[0]", "output[1]"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
         ({"mesh": Mesh.of(dp=2), "axis": "dp"}, "axis 'dp' is not the default group"),
         ({"sequence_parallel": True, "gather_output": True}, "sequence_parallel goes with neither gather_output"),
         ({"sequence_parallel": True, "input_is_parallel": False}, "sequence_parallel goes with neither gather_output"),
+        ({"backward": "later"}, "backward is 'later': expected one of immediate, delayed, reversed, never"),
         ({"skip_bias_add": True}, "skip_bias_add goes only with bias"),
     ],
 )

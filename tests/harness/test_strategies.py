@@ -154,7 +154,11 @@ def test_every_feature_is_drawn_alone_and_with_every_dtype(feature: str) -> None
         lambda c: not c.input_requires_grad and c.weight_requires_grad,
         lambda c: c.input_requires_grad and not c.weight_requires_grad,
         lambda c: c.bias and not c.bias_requires_grad,
-        lambda c: not c.trains,
+        lambda c: not c.trained and c.backward != "never",
+        lambda c: c.backward == "never" and c.weight_requires_grad,
+        lambda c: c.backward == "delayed" and len(c.leading) > 1,
+        lambda c: c.backward == "reversed" and len(c.leading) > 2,
+        lambda c: c.main_grad and len(c.leading) > 1 and c.weight_requires_grad and c.dtype == "bf16",
         lambda c: c.transposed and c.sequence_parallel,
         lambda c: c.init and c.bias,
         lambda c: c.recipes.weight.kind == "zeros",
@@ -175,7 +179,7 @@ def test_every_kind_axis_position_and_number_of_tokens_is_drawn() -> None:
     assert {(c.kind, c.axis) for c in drawn if c.parallel_size > 1} == set(itertools.product(["column", "row"], AXES))
     assert {(c.axis, c.mesh.names.index(c.axis)) for c in drawn} >= set(itertools.product(AXES, range(3)))
     assert {len(dims) for c in drawn for dims in c.leading} == set(FULL.token_dims)
-    assert {len(c.leading) for c in drawn} == {1, 2}
+    assert {len(c.leading) for c in drawn} == {1, 2, 3}
     assert {c.in_features for c in drawn} >= set(range(1, 13))
     assert {c.out_features for c in drawn} >= set(range(1, 13))
 

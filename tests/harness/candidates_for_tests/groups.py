@@ -49,3 +49,15 @@ class NotNumbers(Right):
 class RaisesOnPaper(Right):
     def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
         raise LookupError("no such axes")
+
+
+class AnotherOrder(Right):
+    """Lists the groups last first; who is in which group is right."""
+
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return mesh.groups(axes)[::-1] if set(axes) <= {"tp", "dp"} else None
+
+
+class AnotherOrderAndWrong(Right):
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return mesh.groups(("dp",) if axes == ("tp",) else axes)[::-1] if set(axes) <= {"tp", "dp"} else None

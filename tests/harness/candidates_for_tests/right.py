@@ -39,11 +39,15 @@ class Right(Candidate):
         layer = torch.nn.Linear(case.in_features, size, bias=case.bias, dtype=case.format.torch_dtype)
 
         def forward(x: torch.Tensor) -> Any:
-            y = layer(SumGradient.apply(x, self.tp))
+            y = layer(self.summed(x))
             return self.output(y, x) if case.bias else y
 
         made = Sharded(layer, forward=forward, weight=Split(0, "tp"), bias=Split(0, "tp"))
         return self.built(made) if case.bias else made
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = SumGradient.apply(x, self.tp)
+        return y
 
     def built(self, made: Sharded) -> Any:
         return made

@@ -1,0 +1,135 @@
+"""What a built module is put through on one rank, as data: the same for every candidate and subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from harness.candidate import Sharded
+from harness.local import WrongResult, permuted
+from reference.layout import Layout, Window, partial_axes, window, with_each
+from reference.mesh import Mesh
+
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A global tensor that goes in, float64, and its layout."""
+
+    values: torch.Tensor
+    layout: Layout
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that must come out: its global shape and layout."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward: the inputs in the order of the call, the outputs in the order of return, and the
+    gradient of what the consumer makes of them."""
+
+    inputs: Mapping[str, Given]
+    outputs: Mapping[str, Result]
+    output_grad: Given
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a subject calls its tensors: those of a case are some of them."""
+
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def require_known(self, sharded: Sharded) -> None:
+        """Raises WrongResult for a name that the subject does not have: a misspelt layout must not be left out."""
+        parameters = ", ".join(self.parameters)
+        for name, layout in sharded.layouts.items():
+            if name not in self.parameters:
+                raise WrongResult(
+                    f"Sharded(..., {name}={layout}) is the layout of no parameter: expected {parameters}, or an "
+                    "argument: forward, parameters, grads, inputs, outputs, read_grad, finish"
+                )
+        for argument, given, known in (
+            ("parameters", sharded.parameters, self.parameters),
+            ("grads", sharded.grads, self.parameters + self.inputs),
+            ("inputs", sharded.inputs, self.inputs),
+            ("outputs", sharded.outputs, self.outputs),
+        ):
+            for name in given:
+                if name not in known:
+                    raise WrongResult(
+                        f"Sharded(..., {argument}=...) names {name!r}: expected some of {', '.join(known)}"
+                    )
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """All that one module is put through.
+
+    parameters: global values and whether they train. replica_axes: the axes along which ranks have data of their own.
+    consume: what the caller does with the outputs before the loss. backward: when backward runs, see
+    `reference.linear.Backward`. transposed: hand over non-contiguous inputs and gradients. main_grad: read gradients
+    from ``main_grad``. only_initial: build, and read the initial parameters.
+    """
+
+    mesh: Mesh
+    rank: int
+    dtype: torch.dtype
+    names: Names
+    parameters: Mapping[str, Given]
+    micro_batches: Sequence[MicroBatch]
+    replica_axes: tuple[str, ...] = ()
+    consume: Callable[[Outputs], torch.Tensor] = lambda outputs: outputs[0]
+    backward: Literal["immediate", "delayed", "reversed", "never"] = "immediate"
+    transposed: bool = False
+    main_grad: bool = False
+    only_initial: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to run backward for."""
+        inputs = [given for micro_batch in self.micro_batches for given in micro_batch.inputs.values()]
+        return self.backward != "never" and any(given.requires_grad for given in (*self.parameters.values(), *inputs))
+
+    def said(self, layouts: Mapping[str, Layout], name: str) -> Layout | None:
+        """The layout that a candidate gives a tensor other than a parameter, or None. It names the layout of
+        ``input`` once for every ``input[m]``, and need not say that replicas have tensors of their own."""
+        layout = layouts.get(name.partition("[")[0])
+        if layout is None:
+            return None
+        try:
+            return with_each(layout, self.replica_axes)
+        except ValueError as error:
+            raise WrongResult(f"the layout {layout} of {name} does not fit: {error}") from None
+
+    def local(self, given: Given, layout: Layout | None = None) -> torch.Tensor:
+        """This rank's part, in the dtype under test, as a tensor of its own.
+
+        Of a partial tensor every element is on one of the ranks, and zero on the others.
+        """
+        layout = layout or given.layout
+        part = self.window(tuple(given.values.shape), layout).take(given.values).to(self.dtype)
+        axes = partial_axes(layout)
+        if axes:
+            elements = torch.arange(part.numel()).view(part.shape)
+            mine = elements % self.mesh.axis_size(axes) == self.mesh.coordinate(self.rank, axes)
+            part = torch.where(mine, part, 0)
+        return permuted(part) if self.transposed else part.clone(memory_format=torch.contiguous_format)
+
+    def window(self, shape: tuple[int, ...], layout: Layout) -> Window:
+        """This rank's window. Raises WrongResult where a layout, which can only be the candidate's, does not fit."""
+        try:
+            return window(shape, layout, self.mesh, self.rank)
+        except ValueError as error:
+            raise WrongResult(f"a layout does not fit: {error}") from None
