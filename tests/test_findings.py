@@ -29,17 +29,21 @@ def outcome(ranks: int, name: str, *args: object) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "partial", "bias", "dtype", "found"),
+    ("ranks", "partial", "bias", "dtype", "error"),
     [
-        (3, 0.0, 193.0, torch.bfloat16, 194.0),
-        (3, -31.0, 31.0, torch.float64, 3.552713678800501e-15),
-        (2, 200.0, 1.0, torch.bfloat16, 200.0),
+        (3, 0.0, 193.0, torch.bfloat16, 1.0),
+        (3, -31.0, 31.0, torch.float64, 3.6e-15),
+        (2, 200.0, 1.0, torch.bfloat16, -1.0),
     ],
 )
 def test_torch_rounds_the_bias_of_a_row_layer(
-    ranks: int, partial: float, bias: float, dtype: torch.dtype, found: float
+    ranks: int, partial: float, bias: float, dtype: torch.dtype, error: float
 ) -> None:
-    assert outcome(ranks, "row_bias", partial, bias, dtype).values() == [(found, partial + bias)] * ranks
+    """In fp64 the error depends on the order in which the ranks' parts are summed: only its size is known."""
+    for result, exact in outcome(ranks, "row_bias", partial, bias, dtype).values():
+        assert exact == partial + bias
+        assert result != exact
+        assert result - exact == error or (dtype == torch.float64 and abs(result - exact) <= 2 * error)
 
 
 @pytest.mark.parametrize("name", ["one_feature_column", "one_feature_row"])
