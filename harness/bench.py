@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -173,12 +173,7 @@ def _flaky(trial: Trial) -> list[Finding]:
     before = "\n".join(f"  {line}" for line in trial.history[-20:])
     details = f"{found.details}\nCases that ran before it in these processes, last one last:\n{before}".strip()
     message = f"failed once and held in fresh processes: {found.message}"
-    return [
-        Finding(
-            "flaky", message, found.rank, found.place, found.tensor, found.index, found.local_index,
-            found.got, found.want, details,
-        )
-    ]  # fmt: skip
+    return [replace(found, kind="flaky", message=message, details=details)]
 
 
 def _side_effects(case: Any, worlds: Sequence[World]) -> list[Finding]:

@@ -23,7 +23,9 @@ class Finding:
     """One thing that is wrong.
 
     message: a sentence. rank and place: where, "rank 3 (tp=1, dp=1)". tensor, index: the first wrong element, in the
-    global tensor; local_index: in the rank's own. got and want: its values. details: more lines (a traceback, stacks).
+    global tensor; local_index: in the rank's own. got and want: its values. tolerance: how far rounding alone explains
+    that they differ, None where they must be equal. cause: a sentence, where the pattern of what is wrong is known.
+    details: more lines (a traceback, stacks).
     """
 
     kind: Kind
@@ -35,6 +37,8 @@ class Finding:
     local_index: tuple[int, ...] | None = None
     got: float | None = None
     want: float | None = None
+    tolerance: float | None = None
+    cause: str | None = None
     details: str = ""
 
 

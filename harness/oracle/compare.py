@@ -33,22 +33,16 @@ def compare_exact(
     want: the global values, or None where there must be no such tensor. layout: how the ranks hold it. dtype: torch's
     name of the dtype that the ranks must hold it in.
     """
-    locals_ = [o.tensors.get(name) for o in observed]
     if want is None:
-        return _must_be_absent(name, mesh, locals_)
-    held: list[LocalTensor] = []
-    for rank, local in enumerate(locals_):
-        part = window(want.shape, layout, mesh, rank)
-        problem = _form(local, part, dtype)
-        if problem is not None or local is None:
-            return _finding(mesh, rank, name, f"{name} {problem or 'is missing'}")
-        held.append(local)
-    sums = _summed(held, layout, mesh)
+        return must_be_absent(name, mesh, observed)
+    sums = held_values(name, want.shape, layout, dtype, mesh, observed)
+    if isinstance(sums, Finding):
+        return sums
     wrong = {rank: different(got, window(want.shape, layout, mesh, rank).take(want)) for rank, got in enumerate(sums)}
     wrong = {rank: mask for rank, mask in wrong.items() if mask.any()}
     if not wrong:
         return None
-    return _describe(name, want, layout, mesh, sums, wrong)
+    return described(name, want, layout, mesh, sums, wrong)
 
 
 def different(got: Values, want: Values) -> NDArray[np.bool_]:
@@ -86,11 +80,32 @@ def replicas_disagree(
     return None
 
 
-def _must_be_absent(name: str, mesh: Mesh, locals_: Sequence[LocalTensor | None]) -> Finding | None:
-    for rank, local in enumerate(locals_):
-        if local is not None:
+def must_be_absent(name: str, mesh: Mesh, observed: Sequence[Observation]) -> Finding | None:
+    """The first rank that holds a tensor which must not exist, or None."""
+    for rank, observation in enumerate(observed):
+        if observation.tensors.get(name) is not None:
             return _finding(mesh, rank, name, f"{name} exists, but nothing that it belongs to asks for a gradient")
     return None
+
+
+def held_values(
+    name: str,
+    shape: tuple[int, ...],
+    layout: Layout,
+    dtype: str,
+    mesh: Mesh,
+    observed: Sequence[Observation],
+) -> list[Values] | Finding:
+    """The values to judge on each rank, summed over axes that the layout declares partial; or the first rank whose
+    tensor is missing or has another form. shape: the global one."""
+    held: list[LocalTensor] = []
+    for rank, observation in enumerate(observed):
+        local = observation.tensors.get(name)
+        problem = _form(local, window(shape, layout, mesh, rank), dtype)
+        if problem is not None or local is None:
+            return _finding(mesh, rank, name, f"{name} {problem or 'is missing'}")
+        held.append(local)
+    return _summed(held, layout, mesh)
 
 
 def _form(local: LocalTensor | None, part: Window, dtype: str) -> str | None:
@@ -119,7 +134,7 @@ def _summed(held: Sequence[LocalTensor], layout: Layout, mesh: Mesh) -> list[Val
     return sums
 
 
-def _describe(
+def described(
     name: str,
     want: Values,
     layout: Layout,
@@ -127,6 +142,7 @@ def _describe(
     got: Sequence[Values],
     wrong: Mapping[int, NDArray[np.bool_]],
 ) -> Finding:
+    """The finding of a tensor whose elements are wrong where the masks, by rank, say so."""
     rank = min(wrong)
     mask, part = wrong[rank], window(want.shape, layout, mesh, rank)
     local = tuple(int(i) for i in np.argwhere(mask)[0])

@@ -1,0 +1,134 @@
+"""Two statistics of a tensor on ranks against its computed spread: the worst element, and the slope. NaN-safe.
+
+``worst`` is the largest |got - want| over what rounding alone explains. ``slope`` is the projection of got - want on want
+over the same of the disturbed runs: a factor common to many elements moves it long before it moves any element out of
+its tolerance. Both are 1 or a little more for right code, hardly depending on dtype, shape or mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference.layout import Layout, window
+from reference.mesh import Mesh
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What one process computes of one tensor, and how far rounding alone moves it: float64 arrays.
+
+    want, deviation, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. floor: the least
+    tolerance of an element. Where ``ambiguous``, rounding decides whether there is a finite value, and any is right.
+    """
+
+    want: Values
+    deviation: Values
+    residuals: Values
+    ambiguous: NDArray[np.bool_]
+    floor: float
+
+    @property
+    def tolerance(self) -> Values:
+        """What one unit of ``worst`` is, for each element."""
+        return np.maximum(self.deviation, self.floor)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A value, and where it is: the rank, or None for all ranks together; for ``worst`` the local index."""
+
+    value: float
+    rank: int | None
+    index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One rank's part of a tensor: its values and the same window of everything expected."""
+
+    rank: int
+    got: Values
+    want: Values
+    tolerance: Values
+    residuals: Values
+    free: NDArray[np.bool_]
+
+
+def parts(expected: Expected, layout: Layout, mesh: Mesh, got: Sequence[Values]) -> list[Part]:
+    """Each rank's part; ``got`` holds the local values, already summed where the layout is partial."""
+    made = []
+    for rank, values in enumerate(got):
+        cut = window(expected.want.shape, layout, mesh, rank)
+        runs = np.stack([cut.take(run) for run in expected.residuals])
+        made.append(
+            Part(
+                rank,
+                values,
+                cut.take(expected.want),
+                cut.take(expected.tolerance),
+                runs,
+                cut.take(expected.ambiguous),
+            )
+        )
+    return made
+
+
+def ratios(part: Part) -> Values:
+    """|got - want| of each element in units of its tolerance: 0 where nothing is wrong, inf where no rounding explains
+    it, so a NaN or an infinity in the wrong place."""
+    same = (part.got == part.want) | (np.isnan(part.got) & np.isnan(part.want)) | part.free
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        ratio = np.abs(part.got - part.want) / part.tolerance
+    return np.where(same, 0.0, np.where(np.isnan(ratio) | ~np.isfinite(part.want), np.inf, ratio))
+
+
+def worst(found: Sequence[Part]) -> Statistic:
+    """The largest ratio on any rank."""
+    best = Statistic(0.0, None)
+    for part in found:
+        ratio = ratios(part)
+        if ratio.size and ratio.max() > best.value:
+            at = np.unravel_index(int(ratio.argmax()), ratio.shape)
+            best = Statistic(float(ratio.max()), part.rank, tuple(int(i) for i in at))
+    return best
+
+
+def slope(found: Sequence[Part]) -> Statistic:
+    """The largest slope of one rank's part or of all ranks together."""
+    together = _slope(found)
+    best = Statistic(together, None)
+    for part in found if len(found) > 1 else ():
+        alone = _slope([part])
+        if alone > best.value:
+            best = Statistic(alone, part.rank)
+    return best
+
+
+def _slope(found: Sequence[Part]) -> float:
+    dots = list(_dots(found))
+    got = abs(sum(dot for dot, _ in dots))
+    runs = sum((spread for _, spread in dots), np.zeros(1))
+    usual = math.sqrt(float(np.mean(np.square(runs))))
+    if got == 0:
+        return 0.0
+    return got / usual if usual > 0 else math.inf
+
+
+def _dots(found: Sequence[Part]) -> Iterator[tuple[float, Values]]:
+    """(got - want) . want and the same of each disturbed run, over the elements that have a finite value."""
+    for part in found:
+        judged = np.isfinite(part.want) & np.isfinite(part.got) & ~part.free
+        want = part.want[judged]
+        scale = float(np.abs(want).max(initial=0.0))
+        if scale == 0:
+            continue
+        # Scaled by a power of two: near the largest or smallest numbers the products would leave the format.
+        want = np.ldexp(want, -math.frexp(scale)[1])
+        yield float((part.got[judged] - part.want[judged]) @ want), part.residuals[:, judged] @ want
