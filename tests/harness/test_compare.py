@@ -97,7 +97,7 @@ def test_the_message_counts_elements_and_ranks() -> None:
         (0, 3),
         0.0,
         4.0,
-        "layout: Whole()",
+        details="layout: Whole()",
     )
     finding = whole(*[WANT + 1] * 4)
     assert finding is not None
