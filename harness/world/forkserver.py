@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.world import wire
+from harness.world.guardian import END
 
 # Ranks share few cores, so that one thread each is faster; and one order of summation is reproducible.
 _ENVIRONMENT = {
@@ -36,13 +38,14 @@ for ending in (signal.SIGINT, signal.SIGTERM):
     signal.signal(ending, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 sys.path[:] = {path}
-from harness.world.server import main
+from harness.world.guardian import main
 main({fd}, {parent}, {armed})
 """
 
 
 class ForkServer:
-    """The rank server of this process. Safe to use from several threads."""
+    """The rank server of this process, and its guardian, which is the child of this process. Safe to use from several
+    threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -89,8 +92,8 @@ class ForkServer:
                 control.close()
             try:
                 process.wait(2.0)
-            except subprocess.TimeoutExpired:  # it imports something; its ranks die with it
-                process.kill()
+            except subprocess.TimeoutExpired:  # the server imports something; its ranks die with it
+                process.send_signal(END)
                 process.wait()
 
     def _forget(self) -> None:
@@ -100,10 +103,8 @@ class ForkServer:
     def _ensure(self) -> None:
         if self._process is not None and self._owner != os.getpid():
             self._forget()  # we are a forked child: that server is our parent's
-        if self._process is not None and self._process.poll() is not None:
-            assert self._control is not None
-            self._control.close()
-            self._forget()
+        if self._process is not None and (self._process.poll() is not None or _hung_up(self._control)):
+            self.stop()
         if self._process is None:
             self._launch()
 
@@ -127,6 +128,14 @@ class ForkServer:
                 env=environment,
             )
         self._control, self._owner = ours, os.getpid()
+
+
+def _hung_up(control: socket.socket | None) -> bool:
+    """Whether the server has closed its end, as it does by ending; its guardian ends a moment later."""
+    poller = select.poll()
+    if control is not None:
+        poller.register(control, 0)
+    return bool(poller.poll(0))
 
 
 @contextlib.contextmanager

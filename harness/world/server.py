@@ -3,7 +3,7 @@
 Not multiprocessing's, because that one leaves a named socket in a temporary folder, outlives a parent that was killed
 as long as ranks live, runs the caller's ``__main__`` again and is shared with whatever else the caller's program does
 with it. This one hangs on one socket: when the parent's end closes, however the parent ended, the server kills every
-rank and goes.
+rank, and what ranks have started, and goes.
 
     parent -> server   "preload": module names | "crew": number, world size (file: its lease) |
                        "rank": crew, rank, ... (files: the rank's own)
@@ -13,9 +13,6 @@ rank and goes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import importlib
 import os
 import pickle
 import select
@@ -24,19 +21,19 @@ import socket
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.world import wire
+from harness.world.descendants import adopt_orphans, children, die_with_parent, kill_children
+from harness.world.preloading import import_ours, import_theirs
 
 EVENT = struct.Struct("<ciq")
 STARTED, ENDED, STACKS = b"S", b"E", b"D"
 STACK_SIGNAL = signal.SIGUSR1
 MOST_FILES = 8
-# Every rank needs these, and importing them there would cost each rank a second or more.
-OURS = ("numpy", "torch", "torch.distributed", "harness.world.worker")
 
 
 @dataclass
@@ -46,9 +43,10 @@ class _Crew:
     ranks: dict[int, int] = field(default_factory=dict)  # pid to rank, the living
 
 
-def main(fd: int, parent: int, armed: bool) -> NoReturn:
-    """Serves the process at the other end of the socket until it closes. armed: the kernel may watch the parent."""
-    server = _Server(socket.socket(fileno=fd), parent, armed)
+def main(fd: int, starter: int | None) -> NoReturn:
+    """Serves the process at the other end of the socket until it closes. starter: the parent, where that is known; the
+    server ends with it."""
+    server = _Server(socket.socket(fileno=fd), starter)
     code = 0
     try:
         server.serve()
@@ -61,12 +59,12 @@ def main(fd: int, parent: int, armed: bool) -> NoReturn:
 
 
 class _Server:
-    def __init__(self, control: socket.socket, parent: int, armed: bool) -> None:
+    def __init__(self, control: socket.socket, starter: int | None) -> None:
         self._control = control
-        self._armed = armed
-        # A launcher between us and the parent hides its pid; then the socket alone tells its end.
-        self._parent = parent if os.getppid() == parent else None
+        self._starter = starter
         self._crews: dict[int, _Crew] = {}
+        self._helpers: set[int] = set()  # started by preloaded modules, whose ranks may need them
+        adopt_orphans()
         self._signal_r, self._signal_w = os.pipe()
         os.set_blocking(self._signal_r, False)
         os.set_blocking(self._signal_w, False)
@@ -74,11 +72,11 @@ class _Server:
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        self._preload(OURS, loud=True)
-        while self._parent in (None, os.getppid()):
+        self._preload(import_ours)
+        while self._starter in (None, os.getppid()):
             leases = {crew.lease.fileno(): number for number, crew in self._crews.items()}
             control = self._control.fileno()
-            # The timeout is for a parent whose socket a forked child of it still holds.
+            # The timeout is for a starter that is killed, and a parent whose socket a forked child of it still holds.
             ready, _, _ = select.select([self._signal_r, control, *leases], [], [], 0.5)
             if self._signal_r in ready:
                 os.read(self._signal_r, 4096)
@@ -95,13 +93,15 @@ class _Server:
 
     def kill_all(self) -> None:
         for number in list(self._crews):
-            self._end(number)
+            # A parent that still listens learns that the server went, and no rank by itself.
+            self._end(number, tell=False)
+        kill_children()
 
     def _handle(self, request: dict[str, Any], fds: list[int]) -> None:
         match request.pop("what"):
             case "preload":
                 sys.path[:] = request["path"]
-                self._preload(request["modules"])
+                self._preload(lambda: import_theirs(request["modules"]))
             case "crew":
                 self._crews[request["crew"]] = _Crew(socket.socket(fileno=fds[0]), request["left_behind"])
             case "rank":
@@ -127,7 +127,7 @@ class _Server:
         try:
             with contextlib.suppress(PermissionError):
                 os.setpgid(0, 0)  # a group of its own, so that what it starts is killed with it
-            _die_with_parent(signal.SIGKILL)
+            die_with_parent(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -160,13 +160,16 @@ class _Server:
             for pid in crew.ranks:
                 os.kill(pid, STACK_SIGNAL)  # not reaped yet, so that the pid is still theirs
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, *, tell: bool = True) -> None:
         crew = self._crews.pop(number)
         for pid in crew.ranks:
             _kill_group(pid)
+            os.kill(pid, signal.SIGKILL)  # it may have left its group
         for pid, rank in crew.ranks.items():
             _, status = os.waitpid(pid, 0)
-            _tell(crew, ENDED, rank, os.waitstatus_to_exitcode(status))
+            if tell:
+                _tell(crew, ENDED, rank, os.waitstatus_to_exitcode(status))
+        self._kill_orphans()
         if crew.left_behind is not None:
             with contextlib.suppress(OSError):
                 Path(crew.left_behind).unlink()
@@ -180,29 +183,30 @@ class _Server:
                 return
             if pid == 0:
                 return
-            _kill_group(pid)  # what the rank started and left
             for crew in self._crews.values():
                 if pid in crew.ranks:
+                    _kill_group(pid)  # what the rank started and left
                     _tell(crew, ENDED, crew.ranks.pop(pid), os.waitstatus_to_exitcode(status))
+                    self._kill_orphans()
 
-    def _preload(self, modules: tuple[str, ...], *, loud: bool = False) -> None:
-        """Imports what ranks need. A module that fails is left to the ranks, which report how it fails."""
+    def _kill_orphans(self) -> None:
+        """Kills what dead ranks have left, in whatever group or session it is.
+
+        A living rank's background processes may have lost their parent too: they are in the rank's group.
+        """
+        ranks = {pid for crew in self._crews.values() for pid in crew.ranks}
+        self._helpers &= children()
+        kill_children(lambda pid: pid in ranks or pid in self._helpers or _group_of(pid) in ranks)
+
+    def _preload(self, load: Callable[[], None]) -> None:
+        before = children()
         # While an import runs nobody watches the socket, so that the kernel must.
-        if self._armed:
-            _die_with_parent(signal.SIGKILL)
-        for module in modules:
-            if module in sys.modules:
-                continue
-            try:
-                with contextlib.nullcontext() if loud else _silence():
-                    importlib.import_module(module)
-            except BaseException:
-                if loud:
-                    raise
-        gc.collect()
-        gc.freeze()  # the collector would write to every page and so unshare it
-        if self._armed:
-            _die_with_parent(0)  # from here on the socket tells, and what ranks have started is killed too
+        if self._starter is not None:
+            die_with_parent(signal.SIGKILL)
+        load()
+        if self._starter is not None:
+            die_with_parent(0)  # from here on the socket tells, and what ranks have started is killed too
+        self._helpers |= children() - before
 
 
 def _tell(crew: _Crew, event: bytes, rank: int, number: int) -> None:
@@ -210,35 +214,12 @@ def _tell(crew: _Crew, event: bytes, rank: int, number: int) -> None:
         crew.lease.sendall(EVENT.pack(event, rank, number))
 
 
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-            return
+def _kill_group(rank: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank, signal.SIGKILL)
 
 
-def _die_with_parent(signal_number: int) -> None:
-    """Asks the kernel for this signal at the parent's death, where it can (Linux); 0: no more."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing is printed, not even by C code: a rank that imports the module again prints it."""
-    kept = os.dup(1), os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        with warnings.catch_warnings():
-            for fd in (1, 2):
-                os.dup2(nowhere, fd)
-            yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        for fd, saved in zip((1, 2), kept, strict=True):
-            os.dup2(saved, fd)
-            os.close(saved)
-        os.close(nowhere)
+def _group_of(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None

@@ -252,15 +252,42 @@ def signal_handlers(context: RankContext) -> bool:
 def stuck_in_every_way(context: RankContext, folder: str) -> None:
     """Rank 0 in gloo, rank 1 in a loop that never gives the interpreter away, rank 2 with a child of its own."""
     if context.rank == 2:
+        strays = starts_processes(context)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        with open(os.path.join(folder, "child"), "w") as file:  # noqa: PTH118, PTH123
-            file.write(str(child.pid))
+        written = Path(folder) / "written"
+        written.write_text(" ".join(map(str, [child.pid, *strays.values()])))
+        written.rename(Path(folder) / "started")
         child.wait()
     if context.rank == 1:
         sys.setswitchinterval(600)
         while True:
             sum(range(10_000_000))
     dist.barrier()
+
+
+def starts_processes(context: RankContext) -> dict[str, int]:
+    """Processes that stay, each by a shell that says its pid; and what it takes to find them."""
+    nohow = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    session = subprocess.Popen(["sh", "-c", "echo $$; exec sleep 600"], start_new_session=True, **nohow)
+    family = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], start_new_session=True, **nohow)
+    background = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!"], **nohow)
+    daemon = subprocess.Popen(["sh", "-c", "setsid sh -c 'echo $$; exec sleep 600' &"], **nohow)
+    processes = {"session": session, "family": family, "background": background, "daemon": daemon}
+    return {name: int(process.stdout.readline()) for name, process in processes.items()}
+
+
+def starts_processes_and_dies(context: RankContext, folder: str) -> None:
+    pids = starts_processes(context)
+    (Path(folder) / str(context.rank)).write_text(" ".join(map(str, pids.values())))
+    dist.barrier()
+    dies_on_rank_1(context, "exit")
+
+
+def leaves_its_group(context: RankContext) -> None:
+    subprocess.Popen(["sleep", "600"])
+    os.setpgid(0, os.getpgid(os.getppid()))
+    while True:
+        pass
 
 
 def every_collective(context: RankContext) -> list[Any]:

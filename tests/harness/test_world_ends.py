@@ -34,7 +34,7 @@ class Parent:
         self.shared = _shared_memory()
         self.process = subprocess.Popen(
             [sys.executable, str(script)],
-            env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(HERE)},
+            env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
             stdout=subprocess.PIPE,
             stderr=(folder / "stderr").open("w"),
             text=True,
@@ -53,22 +53,41 @@ class Parent:
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = _stat(int(entry.name))
                 if int(fields[3]) == self.session and fields[0] != "Z" and int(entry.name) != self.session:
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         return found
+
+    def started(self) -> set[int]:
+        """What its ranks have started and said, in whatever session."""
+        file = self.folder / "started"
+        return set(map(int, file.read_text().split())) if file.exists() else set()
 
     def errors(self) -> str:
         return (self.folder / "stderr").read_text()
 
     def assert_nothing_is_left(self) -> None:
         end = time.monotonic() + PATIENCE
-        while (left := self.relatives()) and time.monotonic() < end:
+        while (left := {*self.relatives(), *filter(_lives, self.started())}) and time.monotonic() < end:
             time.sleep(0.02)
         assert not left, f"processes outlive their parent: {left}"
         assert list(self.temporary.iterdir()) == [], "files outlive their parent"
         ours = [path for path in _shared_memory() - self.shared if re.match("torch_|sem|psm_", path.name)]
         assert ours == [], "shared memory outlives its parent"
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0] != "Z"  # one that nobody waits for is a matter of the machine's init
+    return False
+
+
+def _parent_of(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _shared_memory() -> set[Path]:
@@ -83,7 +102,7 @@ def parents(tmp_path: Path) -> Iterator[list[Parent]]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(parent.process.pid, signal.SIGKILL)
         parent.process.wait()
-        for pid in parent.relatives():
+        for pid in {*parent.relatives(), *filter(_lives, parent.started())}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -98,7 +117,7 @@ if "cleanly" in folder.name:
 pool, idle = Pool(3, quiet=600, deadline=600), Pool(1)
 pids = [*pool.pids, *idle.pids]
 pending = pool.start(rank_functions.stuck_in_every_way, str(folder))
-while not (folder / "child").exists():
+while not (folder / "started").exists():
     time.sleep(0.01)
 time.sleep(0.3)
 try:
@@ -113,6 +132,7 @@ except Terminated as ending:
     ("ending", "to_all", "cleanly", "code"),
     [
         (signal.SIGKILL, False, False, -signal.SIGKILL),
+        (signal.SIGKILL, True, False, -signal.SIGKILL),
         (signal.SIGTERM, False, False, -signal.SIGTERM),
         (signal.SIGTERM, True, True, 143),
         (signal.SIGINT, True, False, -signal.SIGINT),  # as the terminal does
@@ -127,8 +147,9 @@ def test_a_parent_that_is_ended(
     parents.append(parent)
     ranks = set(map(int, parent.line()[1:]))
     assert len(ranks) == 4, parent.errors()
-    child = int((folder / "child").read_text())
-    assert ranks | {child} < set(parent.relatives()), "what must end is there"
+    assert ranks < set(parent.relatives()), "what must end is there"
+    assert len(parent.started()) == 5
+    assert all(map(_lives, parent.started()))
     if to_all:
         os.killpg(os.getpgid(parent.process.pid), ending)
     else:
@@ -148,6 +169,41 @@ def test_a_parent_that_ends_itself(tmp_path: Path, parents: list[Parent], how: s
     parent.assert_nothing_is_left()
 
 
+HANGS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[0]).parent
+from harness.world import Pool
+pool = Pool(1, preload=["hangs_on_import"])
+while not (folder / "started").exists():
+    time.sleep(0.01)
+print("hangs", flush=True)
+if folder.name == "killed":
+    time.sleep(600)
+"""
+HANGS_ON_IMPORT = """
+import pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+written = pathlib.Path(__file__).with_name("written")
+written.write_text(str(child.pid))
+written.rename(written.with_name("started"))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "returns"])
+def test_a_parent_that_ends_while_the_server_hangs(tmp_path: Path, parents: list[Parent], how: str) -> None:
+    folder = tmp_path / how
+    folder.mkdir()
+    (folder / "hangs_on_import.py").write_text(HANGS_ON_IMPORT)
+    parent = Parent(folder, HANGS)
+    parents.append(parent)
+    assert parent.line() == ["hangs"], parent.errors()
+    if how == "killed":
+        parent.process.kill()
+    parent.process.wait(PATIENCE)
+    parent.assert_nothing_is_left()
+
+
 def test_a_parent_that_is_killed_while_the_server_starts(tmp_path: Path, parents: list[Parent]) -> None:
     code = "import time\nfrom harness.world import Pool\npool = Pool(2)\nprint('asked', flush=True)\ntime.sleep(600)"
     parent = Parent(tmp_path, code)
@@ -158,17 +214,19 @@ def test_a_parent_that_is_killed_while_the_server_starts(tmp_path: Path, parents
     parent.assert_nothing_is_left()
 
 
-def test_a_rank_server_that_is_killed_takes_its_ranks_along(tmp_path: Path, parents: list[Parent]) -> None:
+@pytest.mark.parametrize("who", ["server", "guardian"])
+def test_a_rank_server_that_is_killed_takes_its_ranks_along(tmp_path: Path, parents: list[Parent], who: str) -> None:
     code = STUCK.replace("pending.result()", "print(pending.result()); print(pool.run(rank_functions.who).kind)")
     parent = Parent(tmp_path, code)
     parents.append(parent)
-    ranks = set(map(int, parent.line()[1:]))
-    child = int((tmp_path / "child").read_text())
-    (server,) = set(parent.relatives()) - ranks - {child}
-    os.kill(server, signal.SIGKILL)
+    server = _parent_of(int(parent.line()[1]))
+    guardian = _parent_of(server)
+    assert _parent_of(guardian) == parent.process.pid
+    before = parent.started()
+    os.kill(server if who == "server" else guardian, signal.SIGKILL)
     assert "killed, as the rank server was" in " ".join(parent.line())
     assert parent.line() == ["ok"], "and the next job has a new one"
-    os.kill(child, signal.SIGKILL)  # nobody is left who knew it
+    assert not any(map(_lives, before))
     assert parent.process.wait(PATIENCE) == 0
     parent.assert_nothing_is_left()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import rank_functions as on_rank
 
 from harness.world import Died, Outcome, Pool, Pools, Raised, WorldError
+from harness.world.forkserver import FORKSERVER
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to who asks for them")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,43 @@ def test_ranks_that_cannot_start_are_no_outcome(tmp_path: Path, monkeypatch: pyt
         pool.run(on_rank.who)
 
 
+# --- what ranks have started
+
+
+def gone(pids: Iterable[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@linux_only
+def test_nothing_that_ranks_start_outlives_them() -> None:
+    with Pool(2) as pool, Pool(1) as other:
+        (others,) = other.run(on_rank.starts_processes).values()
+        started = pool.run(on_rank.starts_processes).values()
+        pids = [pid for each in started for pid in each.values()]
+        assert len({*pids, *others.values()}) == 12
+        assert not any(gone([pid]) for pid in pids)
+        pool.restart()
+        assert gone(pids)
+        daemon = others.pop("daemon")
+        assert not any(gone([pid]) for pid in others.values()), "the ranks that started these live on"
+        assert other.run(on_rank.who).kind == "ok"
+    assert gone([daemon, *others.values()])
+
+
+@linux_only
+def test_nothing_that_a_rank_starts_outlives_its_crash(pair: Pool, tmp_path: Path) -> None:
+    assert pair.run(on_rank.starts_processes_and_dies, str(tmp_path)).kind == "crash"
+    for rank in ("0", "1"):
+        assert gone(map(int, (tmp_path / rank).read_text().split()))
+
+
+@linux_only
+def test_a_rank_that_leaves_its_group_is_killed_all_the_same(pair: Pool) -> None:
+    before = pair.pids
+    assert pair.run(on_rank.leaves_its_group, deadline=1.0).kind == "hang"
+    assert gone(before)
+
+
 # --- preloading
 
 
@@ -125,3 +166,19 @@ def test_a_preload_that_kills_the_server_is_left_out(
         assert pool.run(on_rank.who).kind == "ok"
         assert pool.run("preload_kills:f").ranks == (Died(5, "exited with code 5 without returning"),)
     assert pair.run(on_rank.who).kind == "ok", "another pool of the dead server has new ranks, and no crash"
+
+
+@linux_only
+def test_processes_of_a_preloaded_module_live_as_long_as_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import subprocess\npid = subprocess.Popen(['sleep', '600']).pid\ndef get(context): return pid\n"
+    (tmp_path / "preload_helped.py").write_text(code)
+    with Pool(1, preload=["preload_helped"]) as pool:
+        (helper,) = pool.run("preload_helped:get").values()
+        pool.restart()
+        assert pool.run("preload_helped:get").values() == [helper]
+        assert not gone([helper])
+    FORKSERVER.stop()
+    assert gone([helper])
