@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import reprlib
 import sys
 from dataclasses import dataclass
@@ -62,9 +63,10 @@ def parse_spec(text: str) -> Spec:
     if not module or not name.isidentifier():
         raise UnknownCandidate(f"candidate {text!r}: expected pkg.module:Class or path/to/file.py:Class")
     if _is_path(module):
-        path = Path(module).resolve()
-        if not path.is_file():
+        path = Path(module).absolute()
+        if not is_file(path):
             raise UnknownCandidate(f"candidate {text!r}: there is no file {path}")
+        path = path.resolve()
         base = f"{path}:{name}"
     else:
         _require_module(text, module)
@@ -118,15 +120,34 @@ def _is_importable(module: str, file: Path) -> bool:
     return any(Path(entry or ".").resolve() == root for entry in sys.path)
 
 
+def file_of(text: str) -> Path | None:
+    """The file that a candidate's name names; None where it names none."""
+    module = text.rpartition(":")[0]
+    return Path(module) if _is_path(module) else None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. No text is too strange to be asked for: too long, a NUL, links in a circle."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _is_path(module: str) -> bool:
     return module.endswith(".py") or "/" in module
 
 
 def _require_module(text: str, module: str) -> None:
     """Looks for the module without importing it: importing is the ranks' business. A parent package is imported."""
+    if "" in module.split(".") or not module.isprintable():
+        raise UnknownCandidate(f"candidate {text!r}: {module!r} is no module: expected pkg.module:Class")
     here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    # At the end: a harness.py, json.py or torch.py that lies here must not take the place of the one that everybody
+    # means. An editable install may find our packages only after all folders of the path, so theirs comes before.
+    for folder in (str(Path(__file__).parents[1]), here):
+        if folder not in sys.path:
+            sys.path.append(folder)
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -142,7 +163,7 @@ def _require_module(text: str, module: str) -> None:
 
 def _load_file(path: Path) -> ModuleType:
     """The file as a module, once per process. Its folder is on the path, as for a script."""
-    name = f"shardproof_candidate_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    name = f"shardproof_candidate_{hashlib.blake2b(os.fsencode(path), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 from pathlib import Path
@@ -79,6 +80,47 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path, candidate: str, start:
     assert list(folder.iterdir()) == [path], "nothing else is left behind"
 
 
+def test_a_relative_path_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        (folder / "sub").mkdir(parents=True)
+    (here / "sub" / "mine.py").touch()
+    reproducer = Reproducer("sub/mine.py:Mine+v", "mesh", CASE)
+    monkeypatch.chdir(here)
+    path = reproducer.save(tmp_path)
+    assert read(str(path)) == reproducer, "relative where that works"
+    monkeypatch.chdir(there)
+    assert read(str(path)) == Reproducer(f"{here}/sub/mine.py:Mine+v", "mesh", CASE)
+    (there / "sub" / "mine.py").touch()
+    assert read(str(path)) == reproducer, "a checkout elsewhere has a file of its own"
+    (there / "sub" / "mine.py").unlink()
+    (here / "sub" / "mine.py").unlink()
+    assert read(str(path)) == reproducer, "nowhere: the message names what was asked for"
+
+
+def test_a_file_keeps_the_cases_that_ran_before(tmp_path: Path) -> None:
+    path = HELD.save(tmp_path, ["one", "two"])
+    assert json.loads(path.read_text())["history"] == ["one", "two"]
+    assert read(str(path)) == HELD
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        HELD.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_name_is_shortened_in_the_file_s_name(tmp_path: Path) -> None:
+    reproducer = Reproducer(f"{'é' * 300}.py:Mine", "mesh", CASE)
+    path = reproducer.save(tmp_path)
+    assert path.name.endswith(f"-py-Mine-{path.stem[-12:]}.json")
+    assert read(str(path)) == reproducer
+
+
 def test_other_cases_go_to_other_files(tmp_path: Path) -> None:
     made = [
         HELD,
@@ -94,15 +136,18 @@ def test_other_cases_go_to_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is neither a case in JSON nor a file: pass the line that a failure printed"),
-        ("no-such-file.json", "'no-such-file.json' is neither a case in JSON nor a file"),
-        ("[1, 2]", "'[1, 2]' is neither a case in JSON nor a file"),
-        ("null", "'null' is neither a case in JSON nor a file"),
+        ("", "'' is neither a file nor JSON: expected the line that a failure printed, {"),
+        ("no-such-file.json", "'no-such-file.json' is neither a file nor JSON"),
+        ("[]", "this is JSON, but it holds []: expected the line that a failure printed, {"),
+        ("[1, 2]", "this is JSON, but it holds [1, 2]: expected the line"),
+        ("null", "this is JSON, but it holds None: expected the line"),
+        ('"builtin"', "this is JSON, but it holds 'builtin': expected the line"),
+        (str(list(range(10_000))), "this is JSON, but it holds [0, 1, 2, 3, 4, 5, ...]: expected the line"),
         ("{", "not JSON ("),
         (HELD.line()[:-3], "pass the whole line, between single quotes"),
         (HELD.line() + "}", "not JSON (Extra data"),
         (HELD.line().replace('"', ""), "not JSON ("),
-        ("{}", 'this is no case of shardproof: the key "shardproof" is missing'),
+        ("{}", 'this is no case of shardproof, the key "shardproof" is missing: expected the line that a failure'),
         ('{"name": "package", "version": 1}', 'the key "shardproof" is missing'),
         (changed(shardproof=2), f"this case has format 2; this version reads format {FORMAT}"),
         (changed(shardproof="1"), "this case has format '1'; this version reads format"),
@@ -130,9 +175,9 @@ def test_what_is_no_reproducer_is_refused(text: str, message: str) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "case.json"
     path.write_bytes(content)
-    with pytest.raises(MalformedReproducer):
+    with pytest.raises(MalformedReproducer, match="is not JSON|this is JSON, but it holds 'text'"):
         read(str(path))
-    with pytest.raises(MalformedReproducer, match="is neither a case in JSON nor a file"):
+    with pytest.raises(MalformedReproducer, match="is neither a file nor JSON"):
         read(str(tmp_path))
 
 
@@ -145,8 +190,9 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
         '{"shardproof": ' + "[" * 100_000,
         '{"shardproof": ' + "9" * 5000 + "}",
         '{"shardproof": true, "candidate": "builtin", "subject": "mesh", "case": {"mesh": ""}}',
+        changed(case={"mesh": json.loads("[" * 800 + "]" * 800)}),
     ],
-    ids=["pasted line", "nul", "deep", "deep JSON", "long number", "true is not 1"],
+    ids=["pasted line", "nul", "deep", "deep JSON", "long number", "true is not 1", "deep case"],
 )
 def test_text_that_breaks_a_parser_is_refused_like_any_other(text: str) -> None:
     with pytest.raises(MalformedReproducer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "inside.py").write_text("")
+    (tmp_path / "circle.py").symlink_to("circle.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -100,6 +104,14 @@ def test_modules_are_found_and_not_imported() -> None:
         ("missing_module:Mine", "candidate 'missing_module:Mine': no module 'missing_module' can be found from /"),
         ("missing_module:Mine", "set PYTHONPATH, or name the file: path/to/file.py:Class"),
         ("missing_module.inside:Mine", "no module 'missing_module.inside' can be found from /"),
+        (".adapter:Mine", "candidate '.adapter:Mine': '.adapter' is no module: expected pkg.module:Class"),
+        ("find_package..inside:Mine", "is no module"),
+        ("a\x00b:Mine", "is no module"),
+        ("\ud800:Mine", "is no module"),
+        ("a\x00b.py:Mine", "candidate 'a\\x00b.py:Mine': there is no file /"),
+        ("\ud800.py:Mine", "there is no file /"),
+        (f"{'x' * 300}.py:Mine", "there is no file /"),
+        ("circle.py:Mine", "there is no file /"),
     ],
 )
 def test_what_cannot_be_found_is_named(text: str, message: str) -> None:
@@ -181,6 +193,25 @@ def test_what_is_not_in_the_module_is_named(folder: Path, text: str, message: st
         load(parse_spec(text))
     assert message in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+def test_what_lies_here_does_not_take_the_place_of_what_everybody_means(folder: Path) -> None:
+    names = ["harness", "reference", "strategies", "json", "torch", "click"]
+    for name in names:
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('the {name} that lies here')\n")
+    # As the command starts: pytest has the checkout on the path, where an editable install's finder comes last.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parents[2]]
+    assert parse_spec("adapter:Mine").target == "adapter:Mine"
+    # The rank server is a process of its own with the same path.
+    code = f"import sys; sys.path[:] = {sys.path!r}\nimport {', '.join(names)}, adapter"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_whose_name_is_no_text(folder: Path) -> None:
+    name = os.fsdecode(b"adapter-\xff.py")
+    shutil.copy(folder / "adapter.py", folder / name)
+    assert load(parse_spec(f"{name}:Other")).__name__ == "Other"
 
 
 def test_what_a_module_raises_is_raised_every_time() -> None:
