@@ -1,0 +1,77 @@
+"""Operations on all disturbed copies at once: a leading dimension K more, where the meaning allows.
+
+Each function gets the operation and ``lift``, which turns an argument into its copies, [K, ..., *shape], with ones
+before its own dimensions so that there are ``rank`` of them, or leaves it as it is where it has no copies. It returns
+the results, [K, *shape], or None where the operation must run on one copy after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from harness.oracle.disturbing import Operation
+
+Lift = Callable[[Any, int], Any]
+Together = Callable[[Operation, Lift, torch.Tensor], torch.Tensor | None]
+
+
+def _pointwise(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
+    rank = plain.dim()
+    if operation.func._overloadname == "Tensor" and operation.rule.name in _NUMBER_IN_TENSOR:
+        return None
+    if operation.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        return None
+    made: torch.Tensor = operation.func(*[lift(a, rank) for a in operation.args], **operation.kwargs)
+    return made
+
+
+def _mm(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
+    a, b = operation.args
+    return torch.matmul(lift(a, a.dim()), lift(b, b.dim()))
+
+
+def _addmm(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
+    if operation.kwargs:
+        return None
+    c, a, b = operation.args
+    made: torch.Tensor = torch.matmul(lift(a, a.dim()), lift(b, b.dim())) + lift(c, plain.dim())
+    return made
+
+
+def _reduced(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
+    x, *rest = operation.args
+    if not x.dim():
+        return None
+    dims = rest[0] if rest and rest[0] is not None else []
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    negative = [d if d < 0 else d - x.dim() for d in dims] or list(range(-x.dim(), 0))
+    made: torch.Tensor = operation.func.overloadpacket(lift(x, x.dim()), negative, *rest[1:], **operation.kwargs)
+    return made
+
+
+def together(operation: Operation) -> Together | None:
+    """How to run the operation on all copies at once, or None where it is not known."""
+    known = _TOGETHER.get(operation.rule.name)
+    if known is None and operation.rule.pointwise and operation.rule.name not in _NOT_BROADCAST:
+        return _pointwise
+    return known
+
+
+_TOGETHER: Mapping[str, Together] = {
+    "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::addmm": _addmm,
+    "aten::baddbmm": _addmm,
+    "aten::_to_copy": _pointwise,
+    "aten::copy_": _pointwise,
+    **{f"aten::{name}": _reduced for name in ("sum", "mean", "amax", "amin")},
+}
+
+#: Tagged as pointwise, but there are several results, or a number, or an argument that is no factor.
+_NOT_BROADCAST = frozenset(f"aten::{name}" for name in ("frexp", "equal", "rrelu", "polygamma", "mvlgamma"))
+
+#: The overload "Tensor" takes a number in a tensor without dimensions, which its copies would have.
+_NUMBER_IN_TENSOR = frozenset(["aten::masked_fill", "aten::masked_fill_"])
