@@ -45,11 +45,15 @@ def named_factor(evidence: Evidence) -> str | None:
 
 def any_factor(evidence: Evidence) -> str | None:
     """A factor that has no name: only the fact."""
-    got, want, weight = _judged(evidence)
+    got, want = _in_units_of_tolerance(evidence)
     if np.unique(np.abs(want)).size < _LEAST_MAGNITUDES:
         return None
-    factor = _estimate(got, want, weight)
-    if factor is None or factor in (0.0, 1.0):
+    if evidence.limits is None:  # every ratio is the factor, so take the one with the least rounding
+        at = int(np.argmax(np.abs(want)))
+        factor = float(got[at] / want[at])
+    else:
+        factor = float((got @ want) / (want @ want))
+    if not np.isfinite(factor) or factor in (0.0, 1.0):
         return None
     found = fit(evidence, scaled(evidence, factor))
     if found is None or not found.sure(evidence, fitted=1):
@@ -62,17 +66,14 @@ def slight_factor(evidence: Evidence) -> str | None:
     together, would lean less."""
     if evidence.wrong_ranks or evidence.limits is None:
         return None
-    got, want, weight = _judged(evidence)
-    scale = float(weight @ np.square(want)) if want.size else 0.0
-    if scale == 0.0:
-        return None
-    lean = float(weight @ (want * (got - want))) / scale
-    if not abs(lean) > 1 / math.sqrt(scale):
+    got, want = _in_units_of_tolerance(evidence)
+    scale = float(want @ want)
+    if not want.size or not abs(lean := float(want @ (got - want))) > math.sqrt(scale):
         return None
     everyone = tuple(range(evidence.mesh.size))
     return (
-        f"{of_ranks(evidence, everyone)} is {1 + lean:.6g} times what it should be, each element within its tolerance "
-        "but all of them leaning one way"
+        f"{of_ranks(evidence, everyone)} is {1 + lean / scale:.6g} times what it should be, each element within its "
+        "tolerance but all of them leaning one way"
     )
 
 
@@ -85,27 +86,16 @@ def scaled(evidence: Evidence, factor: float) -> Explanation:
     return Explanation(values, tuple(max(1.0, abs(factor)) * limit for limit in evidence.limits))
 
 
-def _judged(evidence: Evidence) -> tuple[Values, Values, Values]:
-    """The finite elements of the wrong ranks (of all, where none is wrong): got, want, and 1 / tolerance^2."""
-    found: list[tuple[Values, Values, Values]] = []
+def _in_units_of_tolerance(evidence: Evidence) -> tuple[Values, Values]:
+    """got and want of the elements of the wrong ranks (of all, where none is wrong) that are finite and not zero."""
+    found: list[tuple[Values, Values]] = []
     for rank in evidence.wrong_ranks or range(evidence.mesh.size):
         got, want = evidence.got[rank], evidence.wants[rank]
         limit = np.ones(want.shape) if evidence.limits is None else evidence.limits[rank]
         use = np.isfinite(got) & np.isfinite(want) & (want != 0) & np.isfinite(limit) & (limit > 0)
-        found.append((got[use], want[use], 1 / np.square(limit[use])))
-    got, want, weight = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return got, want, weight
-
-
-def _estimate(got: Values, want: Values, weight: Values) -> float | None:
-    if not want.size:
-        return None
-    if (weight == 1).all():  # exact: every ratio is the factor, so take the one with the least rounding
-        at = int(np.argmax(np.abs(want)))
-        return float(got[at] / want[at])
-    with np.errstate(over="ignore", invalid="ignore"):
-        factor = float(weight @ (got * want)) / float(weight @ np.square(want))
-    return factor if np.isfinite(factor) else None
+        found.append((got[use] / limit[use], want[use] / limit[use]))
+    got, want = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return got, want
 
 
 def is_multiple(values: Values, of: Values) -> bool:

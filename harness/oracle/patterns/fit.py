@@ -91,7 +91,8 @@ def allowances(evidence: Evidence, values: Sequence[Values]) -> tuple[Values, ..
         return tuple(np.zeros(part.shape) for part in values)
     assert evidence.tolerance is not None
     known = evidence.tolerance[np.isfinite(evidence.tolerance)]
-    usual = math.sqrt(float(np.mean(np.square(known)))) if known.size else 0.0
+    largest = float(known.max(initial=0.0))  # near the largest numbers a square would leave the format
+    usual = largest * math.sqrt(float(np.mean(np.square(known / largest)))) if largest else 0.0
     return tuple(2 * np.maximum(limit, usual) for limit in evidence.limits)
 
 

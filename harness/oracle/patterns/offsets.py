@@ -18,19 +18,21 @@ _LEAST_ELEMENTS = 4
 def off_by_another_tensor(evidence: Evidence) -> str | None:
     """got = want + k times another tensor, for a k that the field's mistakes give."""
     multiples = _multiples(evidence)
-    candidates = [(name, values) for name, values in evidence.others.items() if _adds(evidence, name, values)]
-    found: dict[str, Values] = {}
-    sentence = None
-    for name, values in candidates:
-        if any(values.shape == v.shape and not different(values, v).any() for v in found.values()):
+    shape = evidence.want.shape
+    candidates = {
+        name: np.broadcast_to(values, shape)
+        for name, values in evidence.others.items()
+        if _adds(evidence, name, values)
+    }
+    said: list[tuple[Values, str]] = []
+    for name, offset in candidates.items():
+        if any(not different(offset, other).any() for other, _ in said):
             continue  # the same tensor under another name
-        offset = np.broadcast_to(values, evidence.want.shape)
         for k, text in multiples.items():
-            explained = fit(evidence, Explanation(evidence.local(evidence.want + k * offset)))
-            if explained is not None and explained.sure(evidence, len(candidates) * len(multiples)):
-                found[name] = values
-                sentence = f"{of_ranks(evidence, explained.ranks)} is off by {text.format(name)}"
-    return sentence if len(found) == 1 else None
+            found = fit(evidence, Explanation(evidence.local(evidence.want + k * offset)))
+            if found is not None and found.sure(evidence, len(candidates) * len(multiples)):
+                said.append((offset, f"{of_ranks(evidence, found.ranks)} is off by {text.format(name)}"))
+    return said[0][1] if len(said) == 1 else None
 
 
 def _adds(evidence: Evidence, name: str, values: Values) -> bool:
