@@ -66,7 +66,8 @@ def spoiled(planted: Planted, pattern: Callable[[Evidence], str | None], **more:
     """What the pattern says when one more element is wrong than it explains."""
     rank = max(range(planted.mesh.size), key=lambda r: planted.got[r].size)
     at = tuple(n - 1 for n in planted.got[rank].shape)
-    before = planted.got[rank].copy()
+    before = planted.got[rank]
+    planted.got[rank] = before.copy()
     planted.got[rank][at] += 3.25
     said = pattern(planted.evidence(**more))
     planted.got[rank] = before
