@@ -77,7 +77,8 @@ class Operation(NamedTuple):
 class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Resolves operations into elementary and fused ones, and asks `disturbed` for the result of each.
 
-    fmt: the format in which the implementation under test computes. seed: decides all random numbers.
+    fmt: the format in which the implementation under test computes. seed: decides all random numbers. ``rewrote``: True
+    once an operation was computed from others.
     Raises UnknownOperation where the computation uses an operation of which nobody said how it rounds.
     """
 
@@ -90,6 +91,7 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.format = fmt
         self.noise = Noise(seed)
+        self.rewrote = False
         self._formats: dict[int, Format] = {}
 
     @abstractmethod
@@ -101,6 +103,7 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule.view and block is None:
             return func(*args, **kw)
         if rule.decomposition is not None:
+            self.rewrote = True
             with self:
                 result = rule.decomposition(*args, **kw)
             if result is NotImplemented:

@@ -1,23 +1,33 @@
-"""The rounding model: how far rounding alone can move what a reference computes."""
+"""The rounding model: how far rounding alone can move what a reference computes.
+
+The method is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997) applied to whole tensors,
+with disturbances that do not depend on the order of summation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.errors import WrongUse
+from harness.oracle.deviation import Spread as Spread
+from harness.oracle.deviation import measure
 from harness.oracle.disturbing import Disturbing, Operation, tensors_in
 from harness.oracle.noise import Rounder
 from harness.oracle.shadows import NeedsSeparateRuns, NumbersStayInside, Shadows
 from reference.dtypes import Format
 
-Compute = Callable[[], Mapping[str, torch.Tensor | None]]
+Results = Mapping[str, torch.Tensor | None]
+Compute = Callable[[], Results]
 Tensors = dict[str, torch.Tensor | None]
+
+#: How far two runs of one computation in float64 may differ, relative to the largest value: matrix products may depend
+#: on where their arguments lie in memory.
+_SAME = 2.0**-20
 
 
 class Rounding(Disturbing):  # type: ignore[no-untyped-call]
@@ -41,116 +51,97 @@ class Rounding(Disturbing):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass(frozen=True, eq=False)
-class Spread:
-    """How far K disturbed runs lie from what the reference computes, for one tensor.
-
-    ``want``: the undisturbed values, float64. ``residuals``: [K, *shape], disturbed - want; zero where either is not
-    finite. ``deviation``: of the shape of ``want``, the largest |residual| of each element. ``floor``: the root mean
-    square of ``deviation`` over the elements that are finite in all runs. ``slope_rms``: the root mean square over the
-    runs of (residual . want) / (want . want), 0 where ``want`` is 0. ``ambiguous``: of the shape of ``want``, True
-    where rounding decides whether the value is finite, or which infinity it is, or whether it is NaN.
-    """
-
-    want: torch.Tensor
-    residuals: torch.Tensor
-    deviation: torch.Tensor
-    floor: float
-    slope_rms: float
-    ambiguous: torch.Tensor
-
-
 def spread(compute: Compute, fmt: Format, *, runs: int = 8, seed: int = 0) -> dict[str, Spread | None]:
     """Runs ``compute`` undisturbed, and ``runs`` times with every operation disturbed as arithmetic in ``fmt`` would.
 
-    compute: makes its tensors anew at each call, in float64, and returns results by name, gradients too; None stays
-    None. It may call ``backward()``. What it draws from torch's random numbers on the CPU is decided by ``seed`` too.
-    Raises UnknownOperation where an operation is used of which nobody said how it rounds, and WrongUse where the runs
-    disagree about names, shapes or dtypes, or runs is not at least 1.
+    compute: makes its tensors anew at each call, in float64 on the CPU, and returns results by name, gradients too;
+    None stays None. It may call ``backward()``. What it draws from torch's random numbers is decided by ``seed`` too.
+    Raises UnknownOperation where an operation is used of which nobody said how it rounds, and WrongUse where
+    ``compute`` is not the same at each call, or ``runs`` is not at least 1.
     """
     if runs < 1:
         raise WrongUse(f"runs {runs} must be at least 1")
     with _repeatable(seed):
-        want = _detached(compute())
+        want = _kept(compute())
     copies = _disturbed(compute, want, fmt, runs, seed)
-    return {name: None if value is None else _measure(value, copies[name], runs) for name, value in want.items()}
+    return {name: None if value is None else measure(value, copies[name], runs) for name, value in want.items()}
 
 
 def _disturbed(compute: Compute, want: Tensors, fmt: Format, runs: int, seed: int) -> Tensors:
     """The disturbed values of each tensor, [K, *shape]; None for what no rounding reaches."""
     try:
-        with _repeatable(seed), NumbersStayInside(), Shadows(fmt, seed, runs) as shadows:
-            got = _alike(want, compute())
-        return {name: None if value is None else shadows.of(value) for name, value in got.items()}
+        return _together(compute, want, fmt, runs, seed)
     except NeedsSeparateRuns:
-        separate = []
-        for k in range(runs):
-            with _repeatable(seed), Rounding(fmt, seed * runs + k):
-                separate.append(_alike(want, compute()))
-        return {
-            name: None if value is None else torch.stack([run[name] for run in separate])  # type: ignore[misc]
-            for name, value in want.items()
-        }
+        return _separately(compute, want, fmt, runs, seed)
+
+
+def _together(compute: Compute, want: Tensors, fmt: Format, runs: int, seed: int) -> Tensors:
+    shadows = Shadows(fmt, seed, runs)
+    with _repeatable(seed), NumbersStayInside(shadows), shadows:
+        got = compute()
+    _require_form(want, got)
+    if not shadows.rewrote:
+        _require_values(want, got)
+    return {name: None if value is None else shadows.of(value) for name, value in got.items()}
+
+
+def _separately(compute: Compute, want: Tensors, fmt: Format, runs: int, seed: int) -> Tensors:
+    made: dict[str, list[torch.Tensor]] = {name: [] for name, value in want.items() if value is not None}
+    for k in range(runs):
+        with _repeatable(seed), Rounding(fmt, seed * runs + k):
+            got = _kept(compute())
+        _require_form(want, got)
+        for name, values in made.items():
+            value = got[name]
+            assert value is not None
+            values.append(value)
+    return {name: torch.stack(made[name]) if name in made else None for name in want}
 
 
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
     """The same random numbers in every run, and none of the attention kernels that cannot be taken apart."""
+    fast = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
-        yield
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _detached(results: Mapping[str, torch.Tensor | None]) -> Tensors:
-    return {name: None if value is None else value.detach() for name, value in results.items()}
+def _kept(results: Results) -> Tensors:
+    """Copies, which later runs cannot write to."""
+    for name, value in results.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise WrongUse(f"the reference returns {name} as {type(value).__name__}: expected a tensor or None")
+    return {name: None if value is None else value.detach().clone() for name, value in results.items()}
 
 
-def _alike(want: Tensors, results: Mapping[str, torch.Tensor | None]) -> Tensors:
-    """The results of another run, if they have the form of the first."""
-    got = _detached(results)
+def _require_form(want: Tensors, got: Results) -> None:
     for name in sorted(want.keys() | got.keys()):
-        forms = [_form(run, name) for run in (want, got)]
-        if forms[0] != forms[1]:
-            raise WrongUse(f"the reference is not the same twice: {name} is {forms[0]} and then {forms[1]}")
-    return got
+        first, second = _form(want, name), _form(got, name)
+        if first != second:
+            raise WrongUse(f"the reference is not the same twice: {name} is {first} and then {second}")
 
 
-def _form(run: Tensors, name: str) -> str:
+def _form(run: Results, name: str) -> str:
     if name not in run:
         return "missing"
     value = run[name]
     return "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
 
 
-def _measure(want: torch.Tensor, copies: torch.Tensor | None, runs: int) -> Spread:
-    """The statistics of K disturbed copies of one tensor, [K, *shape], or None if it is exact."""
-    value = want.to(torch.float64)
-    if copies is None:
-        zeros = torch.zeros((runs, *want.shape), dtype=torch.float64)
-        return Spread(value, zeros, zeros[0], 0.0, 0.0, torch.zeros(want.shape, dtype=torch.bool))
-    copies = copies.to(torch.float64)
-    residuals = copies - value
-    finite = residuals.isfinite()
-    same = (copies == value) | (copies.isnan() & value.isnan())
-    ambiguous = ~(finite | same).all(0)
-    judged = finite.all(0)
-    residuals = torch.where(finite, residuals, 0.0)
-    deviation = residuals.abs().amax(0)
-    floor = _rms(deviation[judged])
-    slope = _slope_rms(residuals, torch.where(judged, value, 0.0))
-    return Spread(value, residuals, deviation, floor, slope, ambiguous)
-
-
-def _rms(values: torch.Tensor) -> float:
-    """Scaled by the largest value, so that no square leaves float64."""
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    return largest * float((values / largest).square().mean().sqrt()) if largest else 0.0
-
-
-def _slope_rms(residuals: torch.Tensor, want: torch.Tensor) -> float:
-    """Of residuals, [K, *shape], along want."""
-    largest = float(want.abs().max()) if want.numel() else 0.0
-    if not largest:
-        return 0.0
-    unit = (want / largest).flatten()
-    return _rms((residuals.reshape(len(residuals), -1) / largest) @ unit / (unit @ unit))
+def _require_values(want: Tensors, got: Results) -> None:
+    for name, first in want.items():
+        second = got[name]
+        if first is None or second is None or not first.numel():
+            continue
+        same = (first == second) | (first != first) & (second != second)
+        off = torch.where(same, 0.0, (first.to(torch.float64) - second.detach().to(torch.float64)).abs())
+        if not float(off.max()) <= _SAME * float(first.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0).max()):
+            raise WrongUse(
+                f"the reference is not the same twice: {name} differs by up to {float(off.max()):.3g}. It must make "
+                "its tensors anew, leave nothing changed behind, and draw no random numbers but torch's on the CPU"
+            )

@@ -50,6 +50,10 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         flat = self._flat.get(_key(tensor)) if tensor.numel() else None
         return None if flat is None else self._copies(flat, tensor, tensor.dim())
 
+    def reach(self, tensor: torch.Tensor) -> bool:
+        """Whether the runs differ anywhere in the storage of a tensor."""
+        return _key(tensor) in self._flat
+
     def disturbed(self, operation: Operation) -> Any:
         rule, flat = operation.rule, self._flat
         inputs = tensors_in(operation.args)
@@ -203,10 +207,13 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
 
 
 class NumbersStayInside(TorchFunctionMode):
-    """Raises NeedsSeparateRuns where numbers leave torch without any operation that a dispatch mode could see."""
+    """Raises NeedsSeparateRuns where disturbed numbers leave torch without an operation that a dispatch mode sees."""
+
+    def __init__(self, shadows: Shadows) -> None:
+        self._shadows = shadows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVING:
+        if func in _LEAVING and self._shadows.reach(args[0]):
             raise NeedsSeparateRuns(f"{func.__name__} hands numbers to Python")
         return func(*args, **(kwargs or {}))
 
