@@ -68,7 +68,8 @@ def slight_factor(evidence: Evidence) -> str | None:
         return None
     got, want = _in_units_of_tolerance(evidence)
     scale = float(want @ want)
-    if not want.size or not abs(lean := float(want @ (got - want))) > math.sqrt(scale):
+    lean = float(want @ (got - want))
+    if not 0 < scale < math.inf or not abs(lean) > math.sqrt(scale):
         return None
     everyone = tuple(range(evidence.mesh.size))
     return (

@@ -27,7 +27,7 @@ def low_precision(evidence: Evidence) -> str | None:
     for fmt in sorted(lower, key=lambda f: f.precision):
         if _explains(evidence, fmt) and _told_by(evidence, fmt, own):
             name = str(fmt.torch_dtype).removeprefix("torch.")
-            pairs = zip(evidence.got, evidence.wants, strict=True)
+            pairs = [(evidence.got[rank], evidence.wants[rank]) for rank in evidence.wrong_ranks]
             once = all(not different(got, rounded(want, fmt)).any() for got, want in pairs)
             what = f"is what is due, rounded to {name}" if once else f"holds only values of {name}, off by its rounding"
             return f"{of_ranks(evidence, evidence.wrong_ranks)} {what}: kept in a lower precision than {evidence.dtype}"

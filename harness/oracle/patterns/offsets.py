@@ -62,9 +62,8 @@ def _multiples(evidence: Evidence) -> dict[float, str]:
 
 def off_by_a_constant(evidence: Evidence) -> str | None:
     """The same number too much everywhere: the logarithm of a group's size, or any."""
-    errors = np.concatenate([
-        (evidence.got[rank] - evidence.wants[rank])[np.isfinite(evidence.wants[rank])] for rank in evidence.wrong_ranks
-    ])  # fmt: skip
+    parts = [(evidence.got[rank], evidence.wants[rank]) for rank in evidence.wrong_ranks]
+    errors = np.concatenate([np.zeros(0), *((got - want)[np.isfinite(want)] for got, want in parts)])
     if errors.size < _LEAST_ELEMENTS or not np.isfinite(errors).all():
         return None
     for sign, word in ((1, "large"), (-1, "small")):
