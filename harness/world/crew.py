@@ -50,7 +50,7 @@ class Crew:
         self._stacks = [files.nameless("stack") for _ in range(world_size)]
         slots = files.Slots.create(world_size)
         self.slots = files.Slots(slots, world_size)
-        store, named = _make_store()
+        self._store, named = _make_store()
         self._lease, theirs = socket.socketpair()
         self._lease.setblocking(False)
         number = next(_numbers)
@@ -63,10 +63,9 @@ class Crew:
             ours.setblocking(False)
             self._links.append(ours)
             with theirs:
-                fds = [theirs.fileno(), self._stacks[rank], slots, store]
+                fds = [theirs.fileno(), self._stacks[rank], slots, self._store]
                 FORKSERVER.send({**order, "rank": rank, "store": named}, fds)
         os.close(slots)
-        os.close(store)
 
     def send(self, payload: bytes, timeout: float) -> None:
         """Sends the same payload to every rank, for at most so many seconds each.
@@ -144,6 +143,11 @@ class Crew:
         """The pids of those ranks that have not ended."""
         return [self.pids[r] for r in ranks if r in self.pids and r not in self.codes]
 
+    def progress(self, ranks: Iterable[int]) -> object:
+        """Differs from what it was before when one of these ranks has begun a collective, or any has told the others
+        something through the store, as all do who make a group: that file only grows, and waiting does not write."""
+        return [self.slots.count(rank) for rank in ranks], os.fstat(self._store).st_size
+
     def pause(self) -> None:
         """Stops the idle ranks: every gloo group has a thread that polls, and hundreds of them fill a core."""
         self._signal(signal.SIGSTOP)
@@ -190,7 +194,7 @@ class Crew:
             for link in (*self._links, self._lease):
                 link.close()
             self._links = []
-            for fd in self._stacks:
+            for fd in (*self._stacks, self._store):
                 os.close(fd)
             self.slots.close()
 

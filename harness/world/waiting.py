@@ -53,8 +53,7 @@ def wait(crew: Crew, job: Job, quiet: float) -> tuple[Outcome, bool]:
             break
         if now >= look_at:
             look_at = now + stillness.interval
-            begun = [crew.slots.count(rank) for rank in waiting]
-            if stillness.sample(now, crew.living(waiting), begun):
+            if stillness.sample(now, crew.living(waiting), crew.progress(waiting)):
                 break
         crew.pump(max(0.0, min(look_at, end) - now))
     given_up = bool(waiting)

@@ -103,6 +103,14 @@ def works_in_bursts(context: RankContext, seconds: float) -> str:
     return "done"
 
 
+def opens_groups(context: RankContext, number: int, pause: float) -> str:
+    """Sleeps most of the time, like a rank whose partners get no time on a busy machine."""
+    for _ in range(number):
+        time.sleep(pause)
+        dist.new_group([0, 1])
+    return "done"
+
+
 def waits_for_a_busy_child(context: RankContext, seconds: float) -> str:
     code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -87,6 +87,11 @@ def test_work_is_not_stillness(pair: Pool, function: object) -> None:
     assert pair.run(function, 1.8).values() == ["done", "done"]  # type: ignore[arg-type]
 
 
+def test_opening_groups_is_not_stillness(pair: Pool) -> None:
+    """Without a collective, each well within the window, and all of them together beyond it."""
+    assert pair.run(on_rank.opens_groups, 6, 0.5).values() == ["done", "done"]
+
+
 @pytest.mark.usefixtures("loaded_machine")
 def test_starved_ranks_are_not_still(pair: Pool) -> None:
     """Each rank gets a small part of a core, and most of the time waits for it."""
