@@ -20,11 +20,11 @@ from reference.mesh import Mesh
 @pytest.mark.parametrize(
     ("factor", "mesh", "micro_batches", "said"),
     [
-        (4, TP4, 1, "every element of x is 4 times too large: the size of tp, as if summed where one copy is due"),
-        (3, TP4, 3, "every element of x is 3 times too large: the number of micro-batches, as if summed where one"),
-        (0.25, TP4, 1, "every element of x is 1/4 of what it should be: 1 over the size of tp, as if averaged where"),
+        (4, TP4, 1, "every element of x is 4 times too large: the size of tp, as when summed where one copy is due"),
+        (3, TP4, 3, "every element of x is 3 times too large: the number of micro-batches, as when summed where one"),
+        (0.25, TP4, 1, "every element of x is 1/4 of what it should be: 1 over the size of tp, as when averaged where"),
         (2, Mesh.of(tp=2, dp=2), 2, "2 times too large: the size of tp, the size of dp or the number of micro-batches"),
-        (6, Mesh.of(tp=2, dp=3), 1, "6 times too large: the size of tp x dp, as if"),
+        (6, Mesh.of(tp=2, dp=3), 1, "6 times too large: the size of tp x dp, as when"),
         (-1, TP4, 1, "every element of x has the wrong sign"),
     ],
 )

@@ -193,7 +193,14 @@ def test_a_total_that_is_kept_in_a_lower_precision() -> None:
     assert "x holds only values of bfloat16, off by its rounding" in (
         low_precision(planted.evidence(micro_batches=3)) or ""
     )
-    planted.got = [planted.want + 1000]
+    # Where totals cancel, what was lost is large beside what is left: the largest values say how large.
+    back = -terms[0]
+    back[:, 0] = 0
+    planted.want, total = sum(terms) + back, rounded(total + back, bf16)
+    planted.got = [total]
+    assert low_precision(planted.evidence(micro_batches=4)) is not None
+    assert low_precision(planted.evidence(micro_batches=1)) is None, "nothing was added up"
+    planted.got = [planted.want + 5000]
     assert low_precision(planted.evidence(micro_batches=3)) is None
 
 
@@ -219,6 +226,16 @@ def test_something_rounded_on_the_way() -> None:
     assert rounding(planted.evidence(dtype="bfloat16")) is None
     planted.got = [part + 1 for part in planted.parts(planted.want)]
     assert rounding(planted.evidence(dtype="bfloat16")) is None, "a whole number off may be a term too much"
+
+
+def test_rounding_of_few_values_is_far_finer_than_they_are() -> None:
+    want = np.array([[-96.0], [4.0], [64.0]])
+    off = np.array([[2.0**-46], [0.0], [0.0]])
+    assert "a unit in the last place of float64" in (
+        rounding(Evidence("x", want, Whole(), TP2, (want - off, want), None, "float64")) or ""
+    )
+    bf16 = Evidence("x", want, Whole(), TP2, (want - 0.5, want), None, "bfloat16")
+    assert rounding(bf16) is None, "4 is their grid by chance"
 
 
 def test_low_precision_has_three_values_at_least() -> None:

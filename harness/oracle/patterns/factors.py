@@ -33,13 +33,13 @@ def named_factor(evidence: Evidence) -> str | None:
     if factor > 1:
         name = called(evidence, factor)
         return (
-            f"every element of {evidence.name} is {factor:g} times too large{where}: {name}, as if summed where one "
+            f"every element of {evidence.name} is {factor:g} times too large{where}: {name}, as when summed where one "
             "copy is due"
         )
     size = round(1 / factor)
     return (
         f"every element of {evidence.name} is 1/{size} of what it should be{where}: 1 over {called(evidence, size)}, "
-        "as if averaged where a sum is due"
+        "as when averaged where a sum is due"
     )
 
 

@@ -15,13 +15,14 @@ from reference.dtypes import FORMATS, Format
 
 #: Wrong elements of different values that must be representable.
 _LEAST_VALUES = 3
-#: Elements that must show the grid of the data.
-_LEAST_ELEMENTS = 8
+#: Elements that surely show the grid of the data; of fewer, the grid may look so many times coarser than it is.
+_LEAST_ELEMENTS, _COARSER = 8, 256
 
 
 def low_precision(evidence: Evidence) -> str | None:
     """Every element is representable in a lower precision, and off by no more than its rounding explains: half a unit
-    in the last place for the result, and half a unit more for each micro-batch that is added up in it."""
+    in the last place for the result and, where micro-batches are added up in it, half a unit for each of them. Their
+    running totals may be larger than the result: their units are those of the largest value."""
     own = format_named(evidence.dtype)
     lower = [fmt for fmt in FORMATS.values() if fmt.precision < own.precision]
     for fmt in sorted(lower, key=lambda f: f.precision):
@@ -39,7 +40,10 @@ def _explains(evidence: Evidence, fmt: Format) -> bool:
         got, want = evidence.got[rank], evidence.wants[rank]
         if different(rounded(got, fmt), got).any():
             return False
-        room = (1 + evidence.micro_batches) / 2 * ulp(want, fmt)
+        room = ulp(want, fmt)
+        if evidence.micro_batches > 1:
+            finite = np.where(np.isfinite(want), want, 0.0)
+            room = (1 + evidence.micro_batches) / 2 * ulp(np.full(want.shape, np.abs(finite).max(initial=0.0)), fmt)
         if evidence.limits is not None:
             room = room + evidence.limits[rank]
         with np.errstate(invalid="ignore"):
@@ -62,9 +66,10 @@ def _told_by(evidence: Evidence, fmt: Format, own: Format) -> bool:
 def rounding(evidence: Evidence) -> str | None:
     """Exact data, and errors of a unit or two in the last place, which no sum of such data gives: they are smaller than
     its grid."""
-    if evidence.limits is not None or evidence.want.size < _LEAST_ELEMENTS or not evidence.wrong_ranks:
+    if evidence.limits is not None or not evidence.wrong_ranks:
         return None
-    own, step, most = format_named(evidence.dtype), grid(evidence.want), 0.0
+    own, most = format_named(evidence.dtype), 0.0
+    step = grid(evidence.want) / (1 if evidence.want.size >= _LEAST_ELEMENTS else _COARSER)
     for rank in evidence.wrong_ranks:
         mask = evidence.wrong[rank]
         got, want = evidence.got[rank][mask], evidence.wants[rank][mask]
