@@ -1,8 +1,8 @@
 """Two statistics of a tensor on ranks against its computed spread: the worst element, and the slope. NaN-safe.
 
-``worst`` is the largest |got - want| over what rounding alone explains. ``slope`` is the projection of got - want on want
-over the same of the disturbed runs: a factor common to many elements moves it long before it moves any element out of
-its tolerance. Both are 1 or a little more for right code, hardly depending on dtype, shape or mesh.
+``worst`` is the largest |got - want| over what rounding alone explains. ``slope`` is the projection of got - want on
+want over the same of the disturbed runs: a factor common to many elements moves it long before it moves any element out
+of its tolerance. Both are 1 or a little more for right code, hardly depending on dtype, shape or mesh.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ Values = NDArray[np.float64]
 class Expected:
     """What one process computes of one tensor, and how far rounding alone moves it: float64 arrays.
 
-    want, deviation, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. floor: the least
-    tolerance of an element. Where ``ambiguous``, rounding decides whether there is a finite value, and any is right.
+    want, deviation, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. floor: the
+    least tolerance of an element. Where ``ambiguous``, rounding decides whether there is a finite value, and any is
+    right. smallest_normal: of the format. Below it numbers round to zero, all the same way, and no slope can be told
+    from that.
     """
 
     want: Values
     deviation: Values
     residuals: Values
     ambiguous: NDArray[np.bool_]
-    floor: float
+    floor: float = 0.0
+    smallest_normal: float = 0.0
 
     @property
     def tolerance(self) -> Values:
@@ -59,6 +62,12 @@ class Part:
     tolerance: Values
     residuals: Values
     free: NDArray[np.bool_]
+    smallest_normal: float
+
+    @property
+    def sloped(self) -> NDArray[np.bool_]:
+        """The elements that tell of a common factor."""
+        return np.isfinite(self.want) & np.isfinite(self.got) & ~self.free & (np.abs(self.want) >= self.smallest_normal)
 
 
 def parts(expected: Expected, layout: Layout, mesh: Mesh, got: Sequence[Values]) -> list[Part]:
@@ -75,6 +84,7 @@ def parts(expected: Expected, layout: Layout, mesh: Mesh, got: Sequence[Values])
                 cut.take(expected.tolerance),
                 runs,
                 cut.take(expected.ambiguous),
+                expected.smallest_normal,
             )
         )
     return made
@@ -115,16 +125,18 @@ def _slope(found: Sequence[Part]) -> float:
     dots = list(_dots(found))
     got = abs(sum(dot for dot, _ in dots))
     runs = sum((spread for _, spread in dots), np.zeros(1))
-    usual = math.sqrt(float(np.mean(np.square(runs))))
     if got == 0:
         return 0.0
-    return got / usual if usual > 0 else math.inf
+    largest = float(np.abs(runs).max())
+    if largest == 0:
+        return math.inf
+    return got / largest / math.sqrt(float(np.mean(np.square(runs / largest))))  # no square leaves float64
 
 
 def _dots(found: Sequence[Part]) -> Iterator[tuple[float, Values]]:
     """(got - want) . want and the same of each disturbed run, over the elements that have a finite value."""
     for part in found:
-        judged = np.isfinite(part.want) & np.isfinite(part.got) & ~part.free
+        judged = part.sloped
         want = part.want[judged]
         scale = float(np.abs(want).max(initial=0.0))
         if scale == 0:

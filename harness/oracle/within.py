@@ -85,7 +85,7 @@ def _elements(
 def _factor(name: str, layout: Layout, mesh: Mesh, found: Sequence[Part], factor: Statistic, limits: Limits) -> Finding:
     """No element is out of its tolerance, but many lean the same way."""
     chosen = [part for part in found if factor.rank is None or part.rank == factor.rank]
-    got, want = (np.concatenate([np.ravel(values) for values in arrays]) for arrays in _finite(chosen))
+    got, want = (np.concatenate([np.ravel(values) for values in arrays]) for arrays in _sloped(chosen))
     scale = float(np.abs(want).max(initial=0.0)) or 1.0
     lean = float(((got - want) / scale) @ (want / scale) / ((want / scale) @ (want / scale)))
     where = "all ranks together" if factor.rank is None else mesh.describe(factor.rank)
@@ -100,10 +100,8 @@ def _factor(name: str, layout: Layout, mesh: Mesh, found: Sequence[Part], factor
     )
 
 
-def _finite(chosen: Sequence[Part]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    masks = [np.isfinite(part.want) & np.isfinite(part.got) & ~part.free for part in chosen]
-    got = [part.got[mask] for part, mask in zip(chosen, masks, strict=True)]
-    return got, [part.want[mask] for part, mask in zip(chosen, masks, strict=True)]
+def _sloped(chosen: Sequence[Part]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [part.got[part.sloped] for part in chosen], [part.want[part.sloped] for part in chosen]
 
 
 def _times(value: float) -> str:

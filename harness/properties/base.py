@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hypothesis.strategies import SearchStrategy
 
 from harness.observation import Observation
-from harness.verdict import Finding
+from harness.verdict import Verdict
 from reference.layout import Rule
 from strategies.scope import Scope
 
@@ -62,7 +62,7 @@ class Property:
     simpler: ``simpler(case, scope)`` proposes simpler cases, for the last step of shrinking.
     runs: the cases to run for one case, each in a world of its own (default: itself).
     expected: what one process computes, made in the parent while the ranks run.
-    judge: ``judge(case, description, expected, worlds)`` gives the findings, gravest first.
+    judge: ``judge(case, description, expected, worlds)`` gives the verdict, its findings gravest first.
     uses_dtype: whether ``--dtype`` restricts it.
     """
 
@@ -75,7 +75,7 @@ class Property:
     world: Callable[[Any], int]
     on_rank: str
     expected: Callable[[Any], Any]
-    judge: Callable[[Any, Description, Any, Sequence[World]], list[Finding]]
+    judge: Callable[[Any, Description, Any, Sequence[World]], Verdict]
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
     uses_dtype: bool = True
 

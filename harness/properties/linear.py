@@ -15,9 +15,13 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.compare import compare_exact, different, replicas_disagree, same_bits
+from harness.oracle.diagnose import Diagnosis
+from harness.oracle.expectation import expect
 from harness.properties.base import Description, Property, World
+from harness.properties.linear_suspects import explain
+from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
-from harness.verdict import Finding
+from harness.verdict import Finding, Verdict
 from harness.world import RankContext
 from reference.layout import Each, Layout, Partial, Split, Whole, placements, window
 from reference.linear import LinearCase, expected, tensors
@@ -124,21 +128,19 @@ def runs(case: LinearCase, description: Description) -> Sequence[LinearCase | Al
 def judge(
     case: LinearCase,
     description: Description,
-    want: dict[str, torch.Tensor | None],
+    want: dict[str, Want],
     worlds: Sequence[World],
-) -> list[Finding]:
+) -> Verdict:
     """Every output and gradient against one process, then replicas against each other, then the initialisation."""
-    observed = worlds[0]
-    cuts, findings = layouts(case, description.uneven), []
-    for name, value in want.items():
-        layout = _layout(name, case, cuts, observed[0])
-        array = None if value is None else value.numpy()
-        finding = compare_exact(name, array, layout, _dtype(name, case), case.mesh, observed)
-        if finding is None and array is not None:
-            finding = replicas_disagree(name, layout, case.mesh, observed, array.shape)
-        if finding is not None:
-            findings.append(finding)
-    return findings + (_initial(case, description, worlds) if case.init else [])
+    observed, cuts = worlds[0], layouts(case, description.uneven)
+    forms = {name: Form(_layout(name, case, cuts, observed[0]), _dtype(name, case)) for name in want}
+
+    def why(name: str, values: np.ndarray, tolerance: np.ndarray | None) -> Diagnosis | None:
+        form = forms[name]
+        return explain(case, description, name, observed, form.layout, values, tolerance, form.dtype)
+
+    verdict = judge_tensors(want, forms, case.mesh, observed, why)
+    return replace(verdict, findings=(*verdict.findings, *(_initial(case, description, worlds) if case.init else [])))
 
 
 def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: Observation) -> Layout:
@@ -201,8 +203,12 @@ def _alike(case: LinearCase, tensor: str, layout: Layout, shape: tuple[int, ...]
     return None
 
 
-def _expected(case: LinearCase) -> dict[str, torch.Tensor | None]:
-    return expected(case, tensors(case))
+def _expected(case: LinearCase) -> dict[str, Want]:
+    """Values where nothing rounds, else values and how far rounding moves them."""
+    given = tensors(case)
+    if case.exact:
+        return {**expected(case, given)}
+    return {**expect(lambda: expected(case, given), case.format)}
 
 
 LINEAR = Property(

@@ -17,7 +17,7 @@ from harness.local import WrongResult
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
 from harness.session import Session, phase
-from harness.verdict import Finding
+from harness.verdict import Finding, Verdict
 from harness.world import RankContext
 from reference.mesh import MeshCase, Ranks, expected_groups
 
@@ -143,10 +143,10 @@ def _names_differ(
     return []
 
 
-def judge(case: MeshCase, description: Description, want: Groups, worlds: Sequence[World]) -> list[Finding]:
+def judge(case: MeshCase, description: Description, want: Groups, worlds: Sequence[World]) -> Verdict:
     everyone = [dict(o.facts) for o in worlds[0]]
     if not case.live:
-        return _judge_pure(case, want, everyone[0])
+        return Verdict(tuple(_judge_pure(case, want, everyone[0])))
     findings = list({finding.message: finding for finding in _problems(case, everyone)}.values())
     for axes, groups in want.items():
         for group in groups:
@@ -164,7 +164,7 @@ def judge(case: MeshCase, description: Description, want: Groups, worlds: Sequen
                         f"{list(members)} and {total}"
                     )
                     findings.append(_finding(case, rank, label, message))
-    return findings
+    return Verdict(tuple(findings))
 
 
 def _judge_pure(case: MeshCase, want: Groups, computed: dict[tuple[str, ...], Any]) -> list[Finding]:

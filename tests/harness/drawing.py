@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 
 import strategies.linear
 from reference.layout import Each, Layout, Partial, Placement, Split, Whole
+from reference.linear import LinearCase, LinearRecipes
 from reference.mesh import AXES, Mesh
+from reference.recipe import EXACT_KINDS, Recipe
 from strategies.mesh import meshes
 from strategies.scope import Scope
 
@@ -21,6 +24,19 @@ FULL = Scope(
     features=frozenset(strategies.linear.FEATURES),
     checks_initialization=True,
 )
+
+
+def _made_exact(case: LinearCase) -> LinearCase:
+    kinds = {f.name: getattr(case.recipes, f.name) for f in dataclasses.fields(case.recipes)}
+    exact = {
+        name: Recipe(recipe.kind if recipe.kind in EXACT_KINDS else "lattice", recipe.seed)
+        for name, recipe in kinds.items()
+    }
+    return dataclasses.replace(case, recipes=LinearRecipes(**exact))
+
+
+#: Linear cases in which nothing rounds and everything is finite.
+exact_linear_cases = strategies.linear.cases(FULL).map(_made_exact)
 
 small_meshes = meshes(AXES, 24, most=len(AXES))
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from drawing import FULL
+from drawing import exact_linear_cases
 from hypothesis import given
 
 from reference.linear import LinearCase, Tensors, expected, tensors
 from reference.mesh import Mesh
-from strategies.linear import cases
 
 
 def by_autograd(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | None]:
@@ -45,7 +44,7 @@ def by_autograd(case: LinearCase, given: Tensors) -> dict[str, torch.Tensor | No
     return stacked
 
 
-@given(cases(FULL))
+@given(exact_linear_cases)
 def test_expected_is_what_autograd_computes(case: LinearCase) -> None:
     made = tensors(case)
     got, want = expected(case, made), by_autograd(case, made)
@@ -58,7 +57,7 @@ def test_expected_is_what_autograd_computes(case: LinearCase) -> None:
             assert torch.equal(value, other), name
 
 
-@given(cases(FULL))
+@given(exact_linear_cases)
 def test_micro_batches_sum(case: LinearCase) -> None:
     made = tensors(case)
     trained = dataclasses.replace(case, weight_requires_grad=True, bias_requires_grad=True, backward="immediate")
@@ -76,7 +75,7 @@ def test_micro_batches_sum(case: LinearCase) -> None:
         assert torch.equal(total, whole[name])  # type: ignore[arg-type]
 
 
-@given(cases(FULL))
+@given(exact_linear_cases)
 def test_replicas_have_data_of_their_own_and_share_the_parameters(case: LinearCase) -> None:
     made = tensors(case)
     assert made["weight"].shape == (case.out_features, case.in_features)

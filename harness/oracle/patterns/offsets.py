@@ -9,10 +9,12 @@ import numpy as np
 from harness.oracle.compare import different
 from harness.oracle.patterns.evidence import Evidence, Values
 from harness.oracle.patterns.factors import is_multiple
-from harness.oracle.patterns.fit import Explanation, fit
+from harness.oracle.patterns.fit import Explanation, allowances, fit
 from harness.oracle.patterns.wording import listed, of_ranks
 
 _LEAST_ELEMENTS = 4
+#: How many times their tolerance elements must be off by one number.
+_CLEARLY = 16
 
 
 def off_by_another_tensor(evidence: Evidence) -> str | None:
@@ -79,8 +81,11 @@ def off_by_a_constant(evidence: Evidence) -> str | None:
                 f"logarithm were {'added up' if sign > 0 else 'averaged'} over the ranks once more"
             )
     offset = float(np.median(errors))
-    explained = fit(evidence, Explanation(tuple(w + offset for w in evidence.wants)))
+    values = tuple(want + offset for want in evidence.wants)
+    allowed = evidence.limits or allowances(evidence, values)
+    room = max((float(part[np.isfinite(part)].max(initial=0.0)) for part in allowed), default=0.0)
     varied = len(np.unique(np.concatenate([evidence.wants[rank].ravel() for rank in evidence.wrong_ranks])))
-    if explained is None or varied < _LEAST_ELEMENTS:
+    # Errors not much larger than their tolerance are all near their mean.
+    if abs(offset) < _CLEARLY * room or varied < _LEAST_ELEMENTS or fit(evidence, Explanation(values, allowed)) is None:
         return None
     return f"every element of {evidence.name} is off by the same number, {offset:.6g}"

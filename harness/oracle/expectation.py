@@ -1,0 +1,34 @@
+"""What must come out of a case that rounds: values, tolerances, and where rounding or overflow leaves it open."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.oracle.overflow import Overflow
+from harness.oracle.rounding import Compute, Spread, spread
+from harness.oracle.statistics import Expected
+from reference.dtypes import Format
+
+RUNS = 8
+
+
+def expect(compute: Compute, fmt: Format, *, runs: int = RUNS, seed: int = 0) -> dict[str, Expected | None]:
+    """Runs the reference and its disturbances.
+
+    compute: returns every tensor that must come out, global, float64, by name; None where there must be none. fmt: the
+    format under test. Raises as `harness.oracle.rounding.spread` does.
+    """
+    found = spread(compute, fmt, runs=runs, seed=seed)
+    with torch.random.fork_rng(devices=[]), Overflow(fmt, seed):
+        torch.manual_seed(seed)
+        may_overflow = dict(compute())
+    return {name: None if one is None else _expected(one, may_overflow[name], fmt) for name, one in found.items()}
+
+
+def _expected(found: Spread, overflowed: torch.Tensor | None, fmt: Format) -> Expected:
+    free = found.ambiguous
+    if overflowed is not None:
+        free = free | (overflowed.detach().isnan() & ~found.want.isnan())
+    arrays = (found.want, found.deviation, found.residuals, free)
+    want, deviation, residuals, ambiguous = (tensor.numpy() for tensor in arrays)
+    return Expected(want, deviation, residuals, ambiguous, smallest_normal=fmt.smallest_normal)

@@ -1,0 +1,34 @@
+"""Where a result may overflow, whatever the order of its sums: there the format decides nothing for the judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harness.oracle.disturbing import Disturbing, Operation, tensors_in
+
+#: Unit roundoffs by which the terms of a sum may be larger in the format than in the reference.
+_MARGIN = 32
+
+
+class Overflow(Disturbing):  # type: ignore[no-untyped-call]
+    """Makes NaN of every element whose terms, in absolute value, add up to more than the format holds.
+
+    In another order, or cut over ranks, such a sum may pass through an infinity: it may end as one, as NaN, or as the
+    right number. The NaN reaches all that is computed from it. What is infinite because an argument is stays as it is.
+    """
+
+    def disturbed(self, operation: Operation) -> Any:
+        if operation.exact:
+            return operation.run()
+        scales = operation.scales()
+        arguments = tensors_in([*operation.args, *operation.kwargs.values()])
+        finite = all(bool(t.isfinite().all()) for t in arguments if t.is_floating_point())
+        result = operation.run()
+        results = [t for t in tensors_in(result) if t.is_floating_point()]
+        found = [t.abs() for t in results] if scales is None else [s for s in scales if s.is_floating_point()]
+        limit = operation.format.largest / (1 + _MARGIN * operation.format.unit_roundoff)
+        for tensor, scale in zip(results, found, strict=True):
+            tensor.masked_fill_((scale > limit) & (scale.isfinite() if not finite else True), torch.nan)
+        return result
