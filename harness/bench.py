@@ -22,6 +22,9 @@ from reference.layout import layout_text
 #: The label of the job that is no case.
 _DESCRIBE = "describe"
 
+#: Of the cases that ran before a flaky one, these are shown.
+_SHOWN = 3
+
 
 class CandidateUnusable(Exception):
     """The candidate cannot even be described; the findings say why."""
@@ -143,10 +146,10 @@ class Bench:
         if differ is not None:
             return Trial(Verdict((differ,)), history)
         try:
-            findings = subject.judge(case, self.description, expected, worlds)
+            verdict = subject.judge(case, self.description, expected, worlds)
         except Exception as error:
             return Trial(Verdict((_own_fault("judging raised", error),)), history)
-        return Trial(Verdict(tuple(findings + _side_effects(case, worlds))), history)
+        return Trial(replace(verdict, findings=verdict.findings + _side_effects(case, worlds)), history)
 
 
 def _failed(outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
@@ -169,19 +172,25 @@ def _layouts_differ(case: Any, world: World) -> Finding | None:
 
 
 def _flaky(trial: Trial) -> list[Finding]:
-    found = trial.verdict.findings[0]
-    before = "\n".join(f"  {line}" for line in trial.history[-20:])
-    details = f"{found.details}\nCases that ran before it in these processes, last one last:\n{before}".strip()
-    message = f"failed once and held in fresh processes: {found.message}"
+    """Says what may be behind it, and shows the last of the cases before it; the trial has all of them."""
+    found, count = trial.verdict.findings[0], len(trial.history)
+    why, before = "nothing ran before it, so probably a loaded machine", ""
+    if count:
+        why = "probably state left behind by an earlier case"
+        ran = f"{count} case{'s' if count > 1 else ''} ran before it in these processes"
+        last = f", the last {_SHOWN}" if count > _SHOWN else ""
+        before = "\n".join([f"{ran}{last}:", *(f"  {line}" for line in trial.history[-_SHOWN:])])
+    details = f"{found.details}\n{before}".strip()
+    message = f"failed once and held in fresh processes, {why}: {found.message}"
     return [replace(found, kind="flaky", message=message, details=details)]
 
 
-def _side_effects(case: Any, worlds: Sequence[World]) -> list[Finding]:
+def _side_effects(case: Any, worlds: Sequence[World]) -> tuple[Finding, ...]:
     findings: dict[str, Finding] = {}
     for rank, observation in enumerate(worlds[0]):
         for what in observation.side_effects:
             findings.setdefault(what, Finding("side-effect", f"the candidate {what}", rank, case.mesh.describe(rank)))
-    return list(findings.values())
+    return tuple(findings.values())
 
 
 def _own_fault(what: str, error: Exception) -> Finding:
