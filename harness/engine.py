@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from harness.bench import Bench, Trial
 from harness.case_file import Reproducer
@@ -25,6 +29,9 @@ from strategies.scope import Scope
 #: Failures that are kept of one row when they are flaky: each is its own finding, none is shrunk.
 _MOST_FLAKY = 5
 
+
+#: Shrinking belongs to the time budget, but a failure that is found at its end is worth so many seconds.
+_LEAST_SHRINKING = 3.0
 
 #: A candidate that refused so many cases, and took none, is not asked again: each costs new processes.
 _MOST_REFUSED = 100
@@ -49,12 +56,33 @@ _FAULTS: dict[str, type[Fault]] = {}
 @dataclass(frozen=True)
 class Limits:
     """How far a search goes. time_budget: seconds for one row, None for no limit. shrink_seconds: how long a failure
-    may be shrunk."""
+    may be shrunk, by Hypothesis and then again by the subject's own proposals."""
 
     examples: int = 100
     seed: int = 0
     time_budget: float | None = None
     shrink_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """When a search ends, by time.monotonic()."""
+
+    limits: Limits
+    started: float
+
+    @property
+    def ends(self) -> float:
+        """No case is drawn after it."""
+        return math.inf if self.limits.time_budget is None else self.started + self.limits.time_budget
+
+    def shrinking_ends(self, failed_at: float) -> float:
+        """No simpler case is tried after it."""
+        return max(self.ends, failed_at + _LEAST_SHRINKING)
+
+    def drawing_ends(self, failed_at: float) -> float:
+        """Hypothesis' part of shrinking. The subject's proposals get as much: they find what Hypothesis cannot."""
+        return failed_at + min(self.limits.shrink_seconds, (self.shrinking_ends(failed_at) - failed_at) / 2)
 
 
 @dataclass
@@ -84,6 +112,7 @@ def search(
     ``tell`` is called after every case that ran, with whether it failed.
     """
     started, tally = time.monotonic(), _Tally()
+    clock = _Clock(limits, started)
     faults, stopped = [], None
 
     def judge(case: Any) -> None:
@@ -91,10 +120,10 @@ def search(
         trial = tally.known.get(key)
         if trial is None:
             now = time.monotonic()
-            if tally.failed_at is not None and now - tally.failed_at > limits.shrink_seconds:
+            if tally.failed_at is not None and now > clock.drawing_ends(tally.failed_at):
                 return  # shrinking has had its time: what is known stays the answer
-            if tally.failed_at is None and limits.time_budget is not None and now - started > limits.time_budget:
-                raise _Stop(f"the time budget of {limits.time_budget:g} s is used up")
+            if tally.failed_at is None and now > clock.ends:
+                raise _Stop(_no_time(tally, limits))
             # Once a failure is confirmed, shrinking believes what it sees; the end of it is confirmed again.
             trial = bench.check(subject, case) if tally.confirmed is None else bench.once(subject, case)
             _count(tally, case, trial, key)
@@ -121,7 +150,12 @@ def search(
     except hypothesis.errors.Unsatisfiable:
         stopped = _refused(tally) if tally.rejected else "no case could be drawn"
     if tally.confirmed is not None:
-        polished = [_polished(bench, subject, scope, limits, fault, tally.confirmed, tell) for fault in faults]
+        assert tally.failed_at is not None
+        ends = clock.shrinking_ends(tally.failed_at)
+        polished = []
+        for found in faults:
+            seconds = min(limits.shrink_seconds, ends - time.monotonic())
+            polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, tell))
         faults = list(dict.fromkeys(polished))  # two that could not be seen again are one
     return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
 
@@ -130,7 +164,7 @@ def _polished(
     bench: Bench,
     subject: Property,
     scope: Scope,
-    limits: Limits,
+    seconds: float,
     fault: Fault,
     confirmed: Fault,
     tell: Callable[[bool], None],
@@ -147,11 +181,25 @@ def _polished(
         best = type(fault)(case, trial)
         return True
 
-    polish(fault.case, lambda case: subject.simpler(case, scope), fails, limits.shrink_seconds)
+    polish(fault.case, lambda case: subject.simpler(case, scope), fails, seconds)
+    if best.case == confirmed.case and type(best) is type(confirmed):
+        return confirmed  # which was seen in fresh processes
     trial = bench.afresh(subject, best.case)
     if trial.verdict.kind == fault.trial.verdict.kind:
         return type(fault)(best.case, trial)
     return confirmed
+
+
+@contextlib.contextmanager
+def caches_elsewhere() -> Iterator[None]:
+    """Hypothesis keeps what it caches in a folder that is removed, for a program of our own. It has no database, but it
+    writes down the constants of the modules that it sees. Somebody's own test run has its own folder."""
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(None)
 
 
 def _settings(limits: Limits) -> hypothesis.settings:
@@ -192,6 +240,12 @@ def _fault_class(kind: Kind) -> type[Fault]:
     if kind not in _FAULTS:
         _FAULTS[kind] = type(f"Fault_{kind}", (Fault,), {})
     return _FAULTS[kind]
+
+
+def _no_time(tally: _Tally, limits: Limits) -> str:
+    if tally.examples == 0:
+        return "no time was left of the time budget"
+    return f"the time budget is used up: this row had {limits.time_budget:.1f} s of it"
 
 
 def _refused(tally: _Tally) -> str:

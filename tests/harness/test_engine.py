@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from trials import BAD, GOOD, TWO, bench, judge
 
-from harness.bench import Bench
+from harness.bench import Bench, Trial, _flaky
 from harness.engine import Limits, search
 from harness.events import Row
+from harness.find import Spec
 from harness.properties import PROPERTIES
+from harness.properties.base import Description
+from harness.verdict import Finding, Verdict
 from reference.linear import LinearCase
+from reference.mesh import Mesh
 
 LINEAR = PROPERTIES["linear"]
 
@@ -67,11 +71,34 @@ def test_a_failure_that_depends_on_what_ran_before_is_flaky_and_names_it() -> No
         assert judge(made, GOOD).holds
     (finding,) = trial.verdict.findings[:1]
     assert finding.kind == "flaky"
-    assert finding.message.startswith("failed once and held in fresh processes: output[0] differs from one process")
+    why = "probably state left behind by an earlier case"
+    assert finding.message.startswith(f"failed once and held in fresh processes, {why}: output[0] differs from one")
     assert (finding.tensor, finding.place) == ("output[0]", "rank 0 (tp=0)")
     assert len(trial.history) == 2, "the cases, and no job of our own"
-    assert all(line in finding.details for line in trial.history)
+    assert finding.details.splitlines()[-3:] == [
+        "2 cases ran before it in these processes:",
+        *(f"  {line}" for line in trial.history),
+    ]
     assert trial.history[0] == '{"mesh": "tp=2", "kind": "column", "in_features": 2, "out_features": 4, "bias": true}'
+
+
+def test_of_many_earlier_cases_the_last_few_are_shown() -> None:
+    found = Finding("mismatch", "wrong", details="where")
+    cases = tuple(f"case {number}" for number in range(20))
+    (finding,) = _flaky(Trial(Verdict((found,)), cases))
+    assert finding.details.splitlines() == [
+        "where",
+        "20 cases ran before it in these processes, the last 3:",
+        "  case 17",
+        "  case 18",
+        "  case 19",
+    ]
+    (finding,) = _flaky(Trial(Verdict((found,)), cases[:1]))
+    assert finding.details == "where\n1 case ran before it in these processes:\n  case 0"
+    (finding,) = _flaky(Trial(Verdict((found,))))
+    assert (finding.kind, finding.details) == ("flaky", "where")
+    why = "nothing ran before it, so probably a loaded machine"
+    assert finding.message == f"failed once and held in fresh processes, {why}: wrong"
 
 
 def test_flaky_failures_are_never_dropped() -> None:
@@ -123,4 +150,55 @@ def test_a_used_up_time_budget_is_said() -> None:
         row = searched(made, examples=100_000, time_budget=0.5)
     assert row.result == "held"
     assert 0 < row.examples < 100_000
-    assert row.stopped == "the time budget of 0.5 s is used up"
+    assert row.stopped == "the time budget is used up: this row had 0.5 s of it"
+
+
+def test_no_time_at_all_is_said() -> None:
+    with bench("right.py:Right") as made:
+        row = searched(made, time_budget=0.0)
+    assert (row.result, row.examples) == ("nothing ran", 0)
+    assert row.stopped == "no time was left of the time budget"
+
+
+class Hanging:
+    """A bench by whose clock every case hangs until the deadline, after some that hold for a while."""
+
+    spec = Spec("hanging", "hanging:Hanging", None)
+
+    def __init__(self, clock: list[float], deadline: float, holds: float) -> None:
+        self.clock, self.deadline, self.holds = clock, deadline, holds
+
+    def once(self, subject: Any, case: Any) -> Trial:
+        if self.clock[0] < self.holds:
+            self.clock[0] += 0.2
+            return Trial(Verdict())
+        self.clock[0] += self.deadline
+        return Trial(Verdict((Finding("hang", "no rank finished"),)))
+
+    afresh = once
+
+    def check(self, subject: Any, case: Any) -> Trial:
+        first = self.once(subject, case)
+        return self.once(subject, case) if first.verdict.findings else first
+
+
+@pytest.mark.parametrize("first_hang", [0.0, 5.0, 11.9])
+def test_hangs_overrun_a_time_budget_by_a_few_deadlines(monkeypatch: pytest.MonkeyPatch, first_hang: float) -> None:
+    clock, budget, deadline = [0.0], 12.0, 3.0
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    made: Any = Hanging(clock, deadline, first_hang)
+    scope = Description("hanging", "Hanging", methods=frozenset(LINEAR.methods), dtypes=("fp32",), axes=("tp",))
+    row = search(made, LINEAR, scope.scope(2, None), Limits(examples=10_000, seed=3, time_budget=budget))
+    assert [failure.kind for failure in row.failures] == ["hang"]
+    # Confirmed, shrunk for 3 s at least with a case that is still running then, and confirmed again.
+    assert clock[0] <= max(budget, first_hang + 2 * deadline + 3.0) + 2 * deadline + 1.0
+
+
+def test_without_a_time_budget_shrinking_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    made: Any = Hanging(clock, 3.0, 0.0)
+    scope = Description("hanging", "Hanging", methods=frozenset(LINEAR.methods), dtypes=("fp32",), axes=("tp",))
+    row = search(made, LINEAR, scope.scope(2, None), Limits(seed=3))
+    assert row.failures[0].reproducer.case == LinearCase(Mesh.of(tp=1), "column", 1, 1)
+    assert clock[0] <= 6.0 + 30.0 + 3.0 + 30.0 + 3.0 + 3.0
