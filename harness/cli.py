@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from harness.errors import WrongUse
+from harness.printable import printable_lines
+from harness.report.streams import CannotPrint, give_up, prepare_streams, printing
 from harness.world import Terminated, WorldError
 
 EXIT_CODES = (
@@ -20,26 +24,70 @@ EXIT_CODES = (
 )
 
 
+class _Command(click.Command):
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with printing():  # of --help
+            return super().make_context(*arguments, **options)
+
+
 class _Group(click.Group):
-    """Gives every end its exit code: our refusals and our own faults 2, Ctrl-C 130, a SIGTERM 143."""
+    """A command whose every end has its exit code, whatever becomes of its output."""
+
+    command_class = _Command
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        prepare_streams()
+        try:
+            return super().main(*arguments, **options)
+        except OSError:  # an error message that could not be written either
+            give_up(sys.stderr)
+            sys.exit(2)
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _exit_codes(), printing():
+            return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _exit_codes():
             return super().invoke(ctx)
-        except Terminated as signal:
-            ctx.exit(signal.exit_code)
-        except KeyboardInterrupt:
-            ctx.exit(130)
-        except WrongUse as error:
-            raise click.UsageError(str(error)) from error
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise
-        except WorldError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(2)
-        except Exception:
-            click.echo(f"Error: this is a fault of shardproof's own.\n{traceback.format_exc()}", err=True, nl=False)
-            ctx.exit(2)
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Our refusals and our own faults end with 2, Ctrl-C with 130, a SIGTERM with 143."""
+    try:
+        yield
+    except Terminated as error:
+        raise click.exceptions.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        raise click.exceptions.Exit(130) from error
+    except WrongUse as error:
+        raise click.UsageError(printable_lines(str(error))) from error
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except CannotPrint as error:
+        _end(128 + signal.SIGPIPE if error.unread else 2, error)
+    except Exception as error:
+        own = f"this is a fault of shardproof's own.\n{traceback.format_exc().rstrip()}"
+        _say_error(str(error) if isinstance(error, WorldError) else own)
+        raise click.exceptions.Exit(2) from error
+
+
+def _end(code: int, unwritten: CannotPrint | None = None, *, lost: bool = False) -> NoReturn:
+    """Ends with the verdict's code, also where nobody read the output: whoever closed a pipe has seen enough.
+
+    unwritten: what became of the output. lost: a file could not be written. Where something is lost, 0 becomes 2.
+    """
+    if unwritten is not None:
+        give_up(sys.stdout)
+        if not unwritten.unread:
+            lost = True
+            _say_error(str(unwritten))
+    sys.exit(code or (2 if lost else 0))
+
+
+def _say_error(text: str) -> None:
+    click.echo(f"Error: {printable_lines(text)}", err=True)
 
 
 @click.group(cls=_Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,22 +96,14 @@ def main() -> None:
     """Checks that sharded training code computes what one process computes."""
 
 
-def _console() -> Any:
-    """Where results go. Into a file or a pipe they go unfolded, not at the 80 columns of an unknown terminal."""
-    from rich.console import Console
-
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console() if known else Console(width=200)
-
-
 def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = [
         click.option("--subject", "subjects", multiple=True, help="Only this subject (repeatable)."),
         click.option("--examples", default=100, show_default=True, help="Cases for each subject and candidate."),
-        click.option("--max-world", default=6, show_default=True, help="The most ranks of a case."),
+        click.option("--max-world", default=8, show_default=True, help="The most ranks of a case."),
         click.option("--dtype", "dtypes", multiple=True, help="Only this dtype: fp32, fp64, bf16, fp16 (repeatable)."),
         click.option("--seed", type=click.IntRange(min=0), help="Draw the same cases again."),
-        click.option("--time-budget", type=float, help="Seconds for the whole run."),
+        click.option("--time-budget", type=float, help="Seconds for the whole run; a late failure may add some."),
         click.option("--deadline", default=30.0, show_default=True, help="Seconds for one case."),
         click.option(
             "--json",
@@ -108,14 +148,16 @@ def verify(
     from harness.preload import modules
 
     warm_up(modules(specs))  # the rank server imports torch while this process does
+    from harness.engine import caches_elsewhere
+    from harness.report.console import result_console
     from harness.report.json_file import write_json
     from harness.report.terminal import TerminalReport
     from harness.verification import exit_code
     from harness.verification import verify as run
 
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise click.UsageError(f"--json {json_file}: there is no folder {json_file.resolve().parent}")
-    with TerminalReport(_console()) as report:
+    if json_file is not None:
+        _require_writable(json_file)
+    with caches_elsewhere(), TerminalReport(result_console()) as report:
         done = run(
             *candidates,
             subjects=subjects or None,
@@ -128,13 +170,23 @@ def verify(
             save=save,
             listen=report,
         )
+    lost = False
     if json_file is not None:
         try:
             write_json(json_file, done)
         except OSError as error:
-            click.echo(f"Error: cannot write --json {json_file}: {error.strerror}", err=True)
-            sys.exit(2)
-    sys.exit(exit_code(done.rows))
+            lost = True
+            _say_error(f"cannot write --json {json_file}: {error.strerror}")
+    _end(exit_code(done.rows), report.unwritten, lost=lost)
+
+
+def _require_writable(file: Path) -> None:
+    """Better now than after an hour. What can go wrong only in writing is told then."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise click.UsageError(f"--json {file}: there is no folder {folder}")
+    if not os.access(file if os.path.lexists(file) else folder, os.W_OK):
+        raise click.UsageError(f"--json {file}: it cannot be written to")
 
 
 @main.command(epilog=EXIT_CODES)
@@ -149,29 +201,37 @@ def replay(case: str, deadline: float) -> None:
     from harness.case_file import read
     from harness.events import Failure
     from harness.replay import replay as run
+    from harness.report.console import print_line, result_console
     from harness.report.terminal import print_failure
     from harness.verdict import Verdict
 
-    reproducer, console = read(case), _console()
+    reproducer, console = read(case), result_console()
     try:
         verdict = run(reproducer, deadline=deadline)
     except CandidateUnusable as error:
         verdict = Verdict(error.findings)
-    if verdict.findings:
-        print_failure(console, Failure(reproducer, verdict))
-        sys.exit(2 if verdict.kind == "harness" else 1)
-    if verdict.rejected is not None:
-        console.print(f"nothing ran: the candidate refuses the case: {verdict.rejected}", markup=False, soft_wrap=True)
-        sys.exit(3)
-    console.print(f"holds: {reproducer.candidate}, {reproducer.subject}", style="green", markup=False, soft_wrap=True)
+    code, unwritten = 0, None
+    try:
+        if verdict.findings:
+            code = 2 if verdict.kind == "harness" else 1
+            print_failure(console, Failure(reproducer, verdict))
+        elif verdict.rejected is not None:
+            code = 3
+            print_line(console, f"nothing ran: the candidate refuses the case: {verdict.rejected}")
+        else:
+            print_line(console, f"holds: {reproducer.candidate}, {reproducer.subject}", "green")
+    except CannotPrint as error:
+        unwritten = error
+    _end(code, unwritten)
 
 
 @main.command(name="list")
 def list_() -> None:
     """List candidates, subjects and mutants."""
+    from harness.report.console import result_console
     from harness.report.listing import print_listing
 
-    print_listing(_console())
+    print_listing(result_console())
 
 
 @main.command()
@@ -180,6 +240,7 @@ def list_() -> None:
 @click.option("--world", type=int, help="Refuse sizes that do not multiply to so many ranks.")
 def mesh(sizes: str, order: str | None, world: int | None) -> None:
     """Show the ranks, coordinates and groups of a mesh, for example tp=2,dp=3."""
+    from harness.report.console import result_console
     from harness.report.mesh_table import print_mesh
     from reference.mesh import Mesh
 
@@ -189,15 +250,16 @@ def mesh(sizes: str, order: str | None, world: int | None) -> None:
             made.require_world(world)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    print_mesh(_console(), made)
+    print_mesh(result_console(), made)
 
 
 @main.command()
 def doctor() -> None:
     """Say what is installed, what this machine allows, and whether ranks start."""
+    from harness.report.console import result_console
     from harness.report.doctor import print_doctor
 
-    sys.exit(print_doctor(_console()))
+    sys.exit(print_doctor(result_console()))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,42 @@
-"""What happens during a run, as data: the engine emits events, the command line and the reports consume them."""
+"""What happens during a run, as data: the engine emits events, the command line and the reports consume them.
+
+What a candidate said (messages, reasons, versions) is made printable here, for whoever consumes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias
 
 from harness.case_file import Reproducer
-from harness.verdict import Kind, Verdict
+from harness.printable import printable, printable_lines
+from harness.verdict import Finding, Kind, Verdict
+
+_set = object.__setattr__  # a frozen dataclass may complete itself while it is made
 
 Result = Literal["held", "fault", "not offered", "nothing ran"]
 
 
+def _printable(finding: Finding) -> Finding:
+    texts = {f.name: getattr(finding, f.name) for f in fields(finding) if isinstance(getattr(finding, f.name), str)}
+    made: dict[str, Any] = {name: printable(text) for name, text in texts.items()}
+    return replace(finding, **made | {"details": printable_lines(finding.details)})
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A case that does not hold, shrunk; ``history`` for a flaky one, ``saved`` where it was written."""
+    """A case that does not hold, shrunk; ``history`` for a flaky one, ``saved`` where it was written, or ``not_saved``
+    why it could not be."""
 
     reproducer: Reproducer
     verdict: Verdict
     history: tuple[str, ...] = ()
     saved: str | None = None
+    not_saved: str | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "verdict", replace(self.verdict, findings=tuple(map(_printable, self.verdict.findings))))
 
     @property
     def kind(self) -> Kind:
@@ -46,6 +63,10 @@ class Row:
     found_after: int | None = None
     refusals: tuple[tuple[str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        _set(self, "stopped", None if self.stopped is None else printable(self.stopped))
+        _set(self, "refusals", tuple((printable(why), times) for why, times in self.refusals))
+
 
 @dataclass(frozen=True)
 class RunStarted:
@@ -60,6 +81,9 @@ class RunStarted:
 class CandidateDescribed:
     candidate: str
     library: str
+
+    def __post_init__(self) -> None:
+        _set(self, "library", printable(self.library))
 
 
 @dataclass(frozen=True)
@@ -87,6 +111,9 @@ class RunDone:
     rows: tuple[Row, ...]
     seconds: float
     libraries: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _set(self, "libraries", {candidate: printable(library) for candidate, library in self.libraries.items()})
 
 
 Event: TypeAlias = RunStarted | CandidateDescribed | SubjectStarted | CaseJudged | SubjectDone | RunDone

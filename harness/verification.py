@@ -46,7 +46,7 @@ def verify(
     *candidates: str | type[Candidate],
     subjects: Sequence[str] | None = None,
     examples: int = 100,
-    max_world: int = 6,
+    max_world: int = 8,
     dtypes: Sequence[str] | None = None,
     seed: int | None = None,
     time_budget: float | None = None,
@@ -59,7 +59,8 @@ def verify(
     candidates: names (``"builtin"``, ``"pkg.module:Class"``, ``"file.py:Class"``) or classes. subjects: all that the
     candidates offer by default. examples: cases for each subject and candidate. max_world: the most ranks of a case.
     dtypes: formats to draw, all that a candidate has by default. seed: drawn and reported where it is None.
-    time_budget: seconds for the whole run. deadline: seconds for one case. save: the folder for failing cases.
+    time_budget: seconds for the whole run, shrinking included; a failure that is found near the end may take 3 s more,
+    and where it is a hang, five deadlines. deadline: seconds for one case. save: the folder for failing cases.
     listen: called with every event.
 
     Returns the rows. Raises WrongUse, before anything runs, for what cannot be asked for.
@@ -87,8 +88,6 @@ def verify(
                     left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
                     share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
                     limits = Limits(examples, seed, share)
-                    if share is not None:  # shrinking belongs to the budget, but a failure is worth a few seconds
-                        limits = dataclasses.replace(limits, shrink_seconds=min(limits.shrink_seconds, max(3.0, share)))
                     row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
                     rows.append(_saved(row, save))
                     listen(SubjectDone(rows[-1]))
@@ -151,10 +150,15 @@ def _unusable(spec: Spec, subject: Property, why: CandidateUnusable) -> Row:
 def _saved(row: Row, folder: Path | str | None) -> Row:
     if folder is None or not row.failures:
         return row
-    failures = [
-        dataclasses.replace(failure, saved=str(failure.reproducer.save(Path(folder)))) for failure in row.failures
-    ]
-    return dataclasses.replace(row, failures=tuple(failures))
+    return dataclasses.replace(row, failures=tuple(_saved_failure(failure, Path(folder)) for failure in row.failures))
+
+
+def _saved_failure(failure: Failure, folder: Path) -> Failure:
+    """The failure and where it is. One that cannot be saved is still a failure."""
+    try:
+        return dataclasses.replace(failure, saved=str(failure.reproducer.save(folder, failure.history)))
+    except OSError as error:
+        return dataclasses.replace(failure, not_saved=str(error))
 
 
 def _left(specs: Sequence[Spec], spec: Spec, chosen: Sequence[Property], number: int) -> int:
@@ -164,7 +168,7 @@ def _left(specs: Sequence[Spec], spec: Spec, chosen: Sequence[Property], number:
 
 def _library(bench: Bench) -> str:
     versions = bench.description.versions
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) or bench.description.name
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or str(bench.description.name)
 
 
 def _check(
@@ -188,7 +192,7 @@ def _check(
     if time_budget is not None and not time_budget > 0:
         raise WrongUse(f"time_budget is {time_budget}: expected seconds above 0")
     if save is not None:
-        folder = next(p for p in (Path(save).absolute(), *Path(save).absolute().parents) if p.exists())
+        folder = next(p for p in (Path(save).absolute(), *Path(save).absolute().parents) if os.access(p, os.F_OK))
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise WrongUse(f"cannot save failing cases to {save}: {folder} is not a folder that can be written to")
     if max_world < 1:

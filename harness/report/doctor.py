@@ -8,13 +8,13 @@ import time
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from harness.bench import Bench, CandidateUnusable
 from harness.describe import version_of
 from harness.errors import WrongUse
 from harness.find import registered
+from harness.report.console import plain
 from harness.world import Pool, RankContext, max_world
 
 LIBRARIES = ("shardproof", "torch", "numpy", "hypothesis", "pytest", "megatron-core")
@@ -42,10 +42,10 @@ def print_doctor(console: Console) -> int:
     for ranks in (2, 4):
         if ranks <= limit.ranks:
             text, fine = _start(ranks)
-            table.add_row(f"{ranks} ranks", escape(text))
+            table.add_row(f"{ranks} ranks", plain(text))
             code = code if fine else 2
     for name in registered():
-        table.add_row(f"candidate {name}", escape(_usable(name)))
+        table.add_row(plain(f"candidate {name}"), plain(_usable(name)))
     console.print(table)
     return code
 

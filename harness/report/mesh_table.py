@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.table import Table
 
-from reference.mesh import COMBINED_AXES, Mesh, as_lists
+from harness.errors import WrongUse
+from harness.world.limits import available_memory
+from reference.mesh import COMBINED_AXES, Mesh, Ranks, as_lists
 
 _MOST = 64
+_BYTES_A_RANK = 8 * 4  # its number, in a few arrays at a time
 
 
 def print_mesh(console: Console, mesh: Mesh) -> None:
-    """Prints the mesh; of a large one the first ranks and groups."""
+    """Prints the mesh; of a large one the first ranks and groups. Raises WrongUse for one that memory cannot hold."""
+    available = available_memory()
+    if available is not None and mesh.size * _BYTES_A_RANK > available:
+        most = available // _BYTES_A_RANK
+        raise WrongUse(f"a mesh of {mesh.size} ranks does not fit into the memory that is available: at most {most} do")
     console.print(f"{mesh}: {mesh.size} ranks, first axis fastest", highlight=False)
     ranks = Table(box=None, header_style="bold", pad_edge=False)
     ranks.add_column("rank", justify="right")
@@ -37,7 +42,8 @@ def print_mesh(console: Console, mesh: Mesh) -> None:
     console.print(groups)
 
 
-def _text(groups: Iterable[Iterable[int]]) -> str:
-    lists = as_lists(groups)
-    shown = " ".join(str(group if len(group) <= _MOST else [*group[:_MOST], "..."]) for group in lists[:_MOST])
-    return shown + (f" and {len(lists) - _MOST} more" if len(lists) > _MOST else "")
+def _text(groups: Ranks) -> str:
+    count, size = groups.shape
+    rest = [] if size <= _MOST else ["..."]
+    shown = " ".join(str([*group, *rest]) for group in as_lists(groups[:_MOST, :_MOST]))
+    return shown + (f" and {count - _MOST} more" if count > _MOST else "")

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from harness.events import (
     CandidateDescribed,
@@ -21,6 +21,9 @@ from harness.events import (
     SubjectDone,
     SubjectStarted,
 )
+from harness.printable import printable
+from harness.report.console import plain, print_line
+from harness.report.streams import CannotPrint
 from harness.verdict import Finding
 
 _STYLES = {"held": "green", "fault": "bold red", "not offered": "dim", "nothing ran": "yellow"}
@@ -28,13 +31,17 @@ _MOST_DETAIL_LINES = 40
 
 
 class TerminalReport:
-    """Consumes events. Results go to ``console``; the progress bar goes to stderr and only to a terminal."""
+    """Consumes events. Results go to ``console``; the progress bar goes to stderr and only to a terminal.
+
+    ``unwritten``: why results could not be written. The run goes on: its exit code and its files are results too.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.unwritten: CannotPrint | None = None
         self._libraries: dict[str, str] = {}
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -51,18 +58,23 @@ class TerminalReport:
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:
+        try:
+            self._tell(event)
+        except CannotPrint as error:
+            self.unwritten = error
+
+    def _tell(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self.console.print(f"seed {event.seed}", highlight=False)
+            print_line(self.console, f"seed {event.seed}")
         elif isinstance(event, CandidateDescribed):
             self._libraries[event.candidate] = event.library
         elif isinstance(event, SubjectStarted):
-            self._task = self._progress.add_task(f"{event.candidate} {event.subject}", total=event.examples)
+            self._title = printable(f"{event.candidate} {event.subject}")
+            self._task = self._progress.add_task(self._title, total=event.examples)
         elif isinstance(event, CaseJudged):
             self._progress.advance(self._task)
             if event.failing:
-                self._progress.update(
-                    self._task, description=f"{event.candidate} {event.subject}: shrinking", total=None
-                )
+                self._progress.update(self._task, description=f"{self._title}: shrinking", total=None)
         elif isinstance(event, SubjectDone):
             for task in list(self._progress.task_ids):
                 self._progress.remove_task(task)
@@ -86,14 +98,14 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
         library = "" if row.result == "not offered" else libraries.get(row.candidate, "")
         ran = row.result != "not offered"
         table.add_row(
-            escape(row.candidate.rpartition("/")[2]),  # of a file its name; the failures name it in full
-            escape(library),
+            plain(row.candidate.rpartition("/")[2]),  # of a file its name; the failures name it in full
+            plain(library),
             row.subject,
-            f"[{_STYLES[row.result]}]{result}[/]",
+            plain(result, _STYLES[row.result]),
             str(row.examples) if ran else "",
             str(row.meshes) if ran else "",
             f"{row.seconds:.1f} s" if ran else "",
-            escape(_note(row)),
+            Text(_note(row)),
         )
     return table
 
@@ -121,12 +133,12 @@ def print_failures(console: Console, rows: Sequence[Row]) -> None:
 def print_failure(console: Console, failure: Failure) -> None:
     """What is wrong, where, and how to see it again."""
 
-    def line(text: str, style: str = "") -> None:
-        console.print(escape(text), style=style, soft_wrap=True, highlight=False)
+    def line(text: str) -> None:
+        print_line(console, text)
 
     made = failure.reproducer
     title = made.candidate if made.case is None else f"{made.candidate}, {made.subject}"
-    line(f"{failure.kind}: {title}", "bold red")
+    print_line(console, f"{failure.kind}: {title}", "bold red")
     for finding in failure.verdict.findings[:4]:
         for text in finding_lines(finding):
             line(f"  {text}")
@@ -138,6 +150,8 @@ def print_failure(console: Console, failure: Failure) -> None:
         line(f"  replay: shardproof replay {shlex.quote(made.line())}")
     if failure.saved is not None:
         line(f"  saved: {failure.saved}")
+    if failure.not_saved is not None:
+        line(f"  not saved: {failure.not_saved}")
     line("")
 
 
@@ -148,7 +162,10 @@ def finding_lines(finding: Finding) -> list[str]:
         lines.append(
             f"  {finding.place}: first wrong element {_index(finding.index)} of {finding.tensor} "
             f"(local {_index(finding.local_index or ())}): got {finding.got!r}, want {finding.want!r}"
+            + ("" if finding.tolerance is None else f", tolerance {finding.tolerance:.3g}")
         )
+    if finding.cause is not None:
+        lines.append(f"  cause: {finding.cause}")
     details = finding.details.splitlines()
     lines += [f"  {text}" for text in details[:_MOST_DETAIL_LINES]]
     if len(details) > _MOST_DETAIL_LINES:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis.configuration import storage_directory
 from test_world_ends import Parent
 from trials import CANDIDATES, candidate
 
@@ -63,6 +64,14 @@ def test_all_holds(folder: Path) -> None:
     assert first == "seed 1"
     assert re.search(r"right.py:Right +Right +linear +held +5 ", others[-1])
     assert list(folder.iterdir()) == [], "nothing is saved where nothing fails"
+
+
+def test_hypothesis_leaves_nothing(folder: Path) -> None:
+    before = storage_directory().path
+    # Shrinking reads the constants of modules, which Hypothesis then keeps.
+    assert verify(candidate("returning.py:NaN"), *SMALL, "--examples", "20", "--save", "kept").exit_code == 1
+    assert [path.name for path in folder.iterdir()] == ["kept"]
+    assert storage_directory().path == before, "somebody's own test run has its own"
 
 
 def test_a_failure_is_told_with_all_that_is_needed(folder: Path) -> None:
@@ -148,6 +157,8 @@ def test_wrong_use_has_exit_code_2_and_names_the_value(arguments: list[str], mes
         (["tp=2,dp=3", "--world", "6"], 0, "6 ranks"),
         (["tp=2,dp=3", "--world", "8"], 2, "the mesh sizes (tp=2 x dp=3) multiply to 6, but the world has 8 ranks"),
         (["tp=two"], 2, "cannot read 'tp=two' as an axis: write AXIS=SIZE, for example tp=2,dp=3"),
+        ([f"tp={10**12}"], 2, "a mesh of 1000000000000 ranks does not fit into the memory that is available: at most "),
+        (["tp=100,dp=100"], 0, "and 9936 more ranks"),
         (["fsdp=2"], 2, "unknown mesh axis 'fsdp': expected one of tp, cp, ep, dp, pp"),
         (["tp=2", "--order", "dp"], 2, "order 'dp' leaves out axis 'tp' of size 2: name it"),
     ],
@@ -175,6 +186,25 @@ def test_a_file_that_cannot_be_written_at_the_end_does_not_hide_the_result() -> 
     assert "held" in result.output
     assert "Error: cannot write --json /dev/full: " in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_fault_stays_one_where_nothing_can_be_written() -> None:
+    too_long = "x" * 300
+    result = verify(candidate("returning.py:NaN"), *SMALL, "--json", "/dev/full", "--save", too_long)
+    assert result.exit_code == 1
+    assert f"  not saved: [Errno 36] File name too long: '{too_long}'\n" in result.output
+    assert "fault: mismatch" in result.output
+    assert "Error: cannot write --json /dev/full: " in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_an_hour_has_passed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    result = verify("builtin", "--json", "run.json")
+    assert result.exit_code == 2
+    assert "Error: --json run.json: it cannot be written to" in result.output
 
 
 def test_what_a_candidate_prints_does_not_reach_our_output(folder: Path) -> None:

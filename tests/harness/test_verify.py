@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from trials import candidate
 
 from harness.bench import Bench
-from harness.case_file import read
+from harness.case_file import Reproducer, read
 from harness.errors import WrongUse
-from harness.events import Event, Row, RunDone, RunStarted, SubjectDone
+from harness.events import Event, Failure, Row, RunDone, RunStarted, SubjectDone
 from harness.find import UnknownCandidate
 from harness.properties import PROPERTIES
 from harness.report.json_file import write_json
+from harness.report.terminal import finding_lines
+from harness.verdict import Finding, Verdict
 from harness.verification import WorldTooLarge, exit_code, verify
 
 
@@ -59,6 +62,30 @@ def test_a_bad_candidate_does_not_keep_the_next_from_running(tmp_path: Path) -> 
     assert data["rows"][0]["failures"][0]["reproducer"] is None
 
 
+def test_a_failure_that_cannot_be_saved_is_still_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Reproducer, "save", full)
+    done = run("returning.py:NaN", "right.py:Right", examples=8, save=tmp_path)
+    assert results(done) == ["fault", "held"]
+    (failure,) = done.rows[0].failures
+    assert (failure.kind, failure.saved) == ("mismatch", None)
+    assert failure.not_saved == "[Errno 28] No space left on device"
+    assert exit_code(done.rows) == 1
+    write_json(tmp_path / "run.json", done)
+    (written,) = json.loads((tmp_path / "run.json").read_text())["rows"][0]["failures"]
+    assert (written["saved"], written["not_saved"]) == (None, failure.not_saved)
+
+
+def test_the_file_of_a_flaky_failure_has_every_case_before_it(tmp_path: Path) -> None:
+    done = run("flaky.py:SecondCase", examples=15, save=tmp_path)
+    for failure in done.rows[0].failures:
+        assert failure.kind == "flaky"
+        assert failure.saved is not None
+        assert json.loads(Path(failure.saved).read_text())["history"] == list(failure.history)
+
+
 def test_numbers_travel_exactly_in_json(tmp_path: Path) -> None:
     done = run("returning.py:NaN")
     write_json(tmp_path / "run.json", done)
@@ -66,6 +93,21 @@ def test_numbers_travel_exactly_in_json(tmp_path: Path) -> None:
     assert finding["got"] == "nan"
     assert isinstance(float(finding["want"]), float)
     assert finding["tensor"] == "output[0]"
+
+
+def test_a_tolerance_and_a_cause_are_told(tmp_path: Path) -> None:
+    found = Finding(
+        "mismatch", "wrong", 0, "rank 0", "output[0]", (0,), (0,), 1.5, 1.0, tolerance=float("inf"), cause="added twice"
+    )
+    assert finding_lines(found) == [
+        "wrong",
+        "  rank 0: first wrong element [0] of output[0] (local [0]): got 1.5, want 1.0, tolerance inf",
+        "  cause: added twice",
+    ]
+    failure = Failure(Reproducer("mine.py:Mine", "linear", None), Verdict((found,)))
+    write_json(tmp_path / "run.json", RunDone(1, (Row("mine.py:Mine", "linear", "fault", failures=(failure,)),), 0.0))
+    (written,) = json.loads((tmp_path / "run.json").read_text())["rows"][0]["failures"][0]["findings"]
+    assert (written["tolerance"], written["cause"]) == ("inf", "added twice")
 
 
 def test_our_own_fault_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +163,7 @@ def test_a_subject_that_is_asked_for_and_not_offered_is_not_green() -> None:
 def test_the_time_budget_is_for_the_whole_run() -> None:
     done = run("right.py:Right", examples=100_000, time_budget=1.0)
     assert done.seconds < 30
-    assert "the time budget of" in str(done.rows[0].stopped)
+    assert "the time budget" in str(done.rows[0].stopped)
 
 
 def test_a_seed_is_drawn_and_told() -> None:
