@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from trials import BAD, GOOD, line
 
-from harness.case_file import read
+from harness.case_file import Reproducer, read
 from harness.cli import main
 from harness.world import signals
 from reference.linear import LinearCase
@@ -19,6 +21,14 @@ from reference.mesh import Mesh, MeshCase
 def _leave_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command takes over SIGTERM, which is pytest's here."""
     monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
+
+
+def changed(**sizes: Any) -> str:
+    """A case whose numbers are exact at any size that fits into memory: of zeros."""
+    zeros = {name: {"kind": "zeros"} for name in ("input", "weight", "bias", "output_grad")}
+    data = json.loads(line("right.py:Right"))
+    data["case"] |= {"dtype": "fp64", "recipes": zeros, **sizes}
+    return json.dumps(data)
 
 
 def replay(*arguments: str) -> Result:
@@ -64,9 +74,9 @@ def test_a_part_that_the_candidate_does_not_have() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no-such-file.json", "is neither a case in JSON nor a file: pass the line that a failure printed"),
+        ("no-such-file.json", "is neither a file nor JSON: expected the line that a failure printed"),
         ("{", "pass the whole line, between single quotes"),
-        ('{"name": "a package.json"}', 'this is no case of shardproof: the key "shardproof" is missing'),
+        ('{"name": "a package.json"}', 'this is no case of shardproof, the key "shardproof" is missing'),
         (line("right.py:Right").replace('"shardproof": 1', '"shardproof": 2'), "this version reads format 1"),
         (line("right.py:Right").replace('"column"', '"diagonal"'), "expected one of 'column', 'row', found 'diagonal'"),
         (line("right.py:Right").replace("tp=2", "tp=0"), "mesh axis 'tp' has size 0: expected a whole number of at le"),
@@ -77,6 +87,12 @@ def test_a_part_that_the_candidate_does_not_have() -> None:
             line("right.py:Right", LinearCase(Mesh.of(tp=10**6), "column", 1, 1)),
             "a world of 1000000 ranks is more than",
         ),
+        ("[]", "this is JSON, but it holds []: expected the line that a failure printed"),
+        (changed(in_features=10**12), "GiB of memory (in_features 1000000000000, out_features 4, leadi"),
+        (changed(in_features=10**400), "a sum of 1000"),
+        (changed(leading=[[10**6, 10**6]]), "(in_features 2, out_features 4, leading ((1000000, 1000000),)), and "),
+        (changed(leading=[[1] * 70]), "leading has 70 dimensions: expected at most 4"),
+        (line("right.py:Right", MeshCase(Mesh.of(tp=10**12))), "GiB of memory (mesh tp=1000000000000), and "),
     ],
 )
 def test_what_cannot_be_replayed_is_wrong_use(text: str, message: str) -> None:
@@ -84,6 +100,13 @@ def test_what_cannot_be_replayed_is_wrong_use(text: str, message: str) -> None:
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_groups_that_the_candidate_does_not_claim_to_compute_are_not_held_against_it() -> None:
+    reproducer = Reproducer("megatron-core", "mesh", MeshCase(Mesh.of(tp=2, dp=2000)))
+    result = replay(reproducer.line())
+    assert result.exit_code == 3
+    assert "the mesh has 4000 ranks, the candidate computes groups of up to 2048" in result.output
 
 
 def test_a_candidate_that_cannot_be_described() -> None:
