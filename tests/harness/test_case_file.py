@@ -175,7 +175,7 @@ def test_what_is_no_reproducer_is_refused(text: str, message: str) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "case.json"
     path.write_bytes(content)
-    with pytest.raises(MalformedReproducer, match="is not JSON|this is JSON, but it holds 'text'"):
+    with pytest.raises(MalformedReproducer, match=r"is not JSON|this is JSON, but it holds 'text'"):
         read(str(path))
     with pytest.raises(MalformedReproducer, match="is neither a file nor JSON"):
         read(str(tmp_path))
