@@ -175,5 +175,25 @@ def test_random_errors_have_no_cause() -> None:
     assert guessed <= told * 0.02, f"{guessed} of {told} random errors were explained"
 
 
+def test_errors_near_their_tolerance_have_no_cause() -> None:
+    rng, guessed = np.random.default_rng(0), 0
+    for seed in range(200):
+        shape = tuple(int(n) for n in rng.integers(1, 5, size=int(rng.integers(1, 4))))
+        planted = Planted(shape, Split(0, "tp") if seed % 2 else Whole(), TP4, exact=False, seed=seed)
+        planted.tolerance = 10.0 ** rng.uniform(-4, -0.5) * np.maximum(np.abs(planted.want), 0.3)
+        error = planted.tolerance * rng.choice([1.5, 5, 30, 1000]) * rng.standard_normal(shape)
+        planted.got = planted.parts(planted.want + error)
+        bias = rng.standard_normal(shape[-1:])
+        suspects = [
+            *(Suspect(f"is {k}", planted.want + k * bias) for k in (1, 2, -1)),
+            *(Suspect(f"is {k}", k * planted.want) for k in (2, 0.5, 4)),
+            *(Suspect(f"is {k}", rng.standard_normal(shape)) for k in range(8)),
+        ]
+        more = {"others": {"bias": bias, "y": rng.permutation(planted.want)}, "suspects": lambda s=suspects: s}
+        found = diagnose(planted.evidence(**more))
+        guessed += found is not None and found.pattern is not None and found.pattern not in FACTS
+    assert guessed <= 2
+
+
 def test_the_names_of_the_patterns() -> None:
     assert set(PATTERNS) > FACTS

@@ -164,3 +164,12 @@ def test_one_number_is_no_constant() -> None:
     planted.want[:] = 2.0
     planted.got = planted.parts(planted.want + 1.25)
     assert off_by_a_constant(planted.evidence()) is None, "all equal before, all equal after"
+
+
+def test_errors_just_above_their_tolerance_are_no_constant() -> None:
+    planted = Planted((8, 5), Split(0, "tp"), TP2, exact=False)
+    planted.got = [part + planted.random.uniform(1.1e-5, 1.9e-5, part.shape) for part in planted.got]
+    assert len(planted.evidence().wrong_ranks) == 2
+    assert off_by_a_constant(planted.evidence()) is None
+    planted.got = planted.parts(planted.want + 1e-3)
+    assert "off by the same number, 0.00099" in (off_by_a_constant(planted.evidence()) or "")

@@ -62,14 +62,14 @@ def any_factor(evidence: Evidence) -> str | None:
 
 
 def slight_factor(evidence: Evidence) -> str | None:
-    """A factor so near 1 that no element is out of its tolerance: elements that were each off by all of it, but not
+    """A factor so near 1 that no element is out of its tolerance: elements that were each off by twice of it, but not
     together, would lean less."""
     if evidence.wrong_ranks or evidence.limits is None:
         return None
     got, want = _in_units_of_tolerance(evidence)
     scale = float(want @ want)
     lean = float(want @ (got - want))
-    if not 0 < scale < math.inf or not abs(lean) > math.sqrt(scale):
+    if not 0 < scale < math.inf or not abs(lean) > 2 * math.sqrt(scale):
         return None
     everyone = tuple(range(evidence.mesh.size))
     return (
@@ -88,10 +88,16 @@ def scaled(evidence: Evidence, factor: float) -> Explanation:
 
 
 def _in_units_of_tolerance(evidence: Evidence) -> tuple[Values, Values]:
-    """got and want of the elements of the wrong ranks (of all, where none is wrong) that are finite and not zero."""
+    """got and want of the elements of the wrong ranks (of all, where none is wrong) that are finite and not zero, those
+    of equal replicas once."""
     found: list[tuple[Values, Values]] = []
+    seen: set[tuple[object, bytes]] = set()
     for rank in evidence.wrong_ranks or range(evidence.mesh.size):
-        got, want = evidence.got[rank], evidence.wants[rank]
+        got, want, part = evidence.got[rank], evidence.wants[rank], evidence.windows[rank]
+        key = ((part.lead, part.ranges), got.tobytes())
+        if key in seen:
+            continue
+        seen.add(key)
         limit = np.ones(want.shape) if evidence.limits is None else evidence.limits[rank]
         use = np.isfinite(got) & np.isfinite(want) & (want != 0) & np.isfinite(limit) & (limit > 0)
         found.append((got[use] / limit[use], want[use] / limit[use]))
