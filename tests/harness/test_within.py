@@ -1,4 +1,4 @@
-"""Comparison within a computed tolerance, from both sides: right results in low precision hold, planted faults do not."""
+"""Comparison within a computed tolerance, from both sides: right results in low precision hold, planted faults fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_parts(dtype: str, tensors: Given, n: int) -> torch.Tensor:
     return total.to(torch.float64)
 
 
-def judged(expected: Expected, got: torch.Tensor, layout: Layout = Whole(), mesh: Mesh | None = None) -> Judged:
+def judged(expected: Expected, got: torch.Tensor, layout: Layout = (), mesh: Mesh | None = None) -> Judged:
     mesh = mesh or Mesh.of(tp=1)
     observed = []
     for rank in range(mesh.size):
