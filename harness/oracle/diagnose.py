@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,8 @@ class Diagnosis:
     """What came of one tensor.
 
     sentence: what happened, in the field's words, or None where nothing is sure. pattern: the function of
-    `harness.oracle.patterns` that says it. possible: where no cause is sure, what the subject knows that would give
-    just these values, of which there are too few to exclude a coincidence. damage: what is wrong and where.
+    `harness.oracle.patterns` that says it. possible: where no cause is sure, what would give just these values, of
+    which there are too few to exclude a coincidence. damage: what is wrong and where.
     """
 
     sentence: str | None
@@ -53,8 +53,8 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
         name, sentence = next(_sentences(evidence), (None, None))
         if sentence is None and not evidence.wrong_ranks:
             return None
-        unsure = possible(evidence) if name is None or name in FACTS else ()
-        return Diagnosis(sentence, name, unsure if len(unsure) <= _MOST_POSSIBLE else (), damage(evidence))
+        unsure = _possible(evidence) if name is None or name in FACTS else ()
+        return Diagnosis(sentence, name, unsure, damage(evidence))
 
 
 def _sentences(evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -62,6 +62,15 @@ def _sentences(evidence: Evidence) -> Iterator[tuple[str, str]]:
         sentence = pattern(evidence)
         if sentence is not None:
             yield name, sentence
+
+
+def _possible(evidence: Evidence) -> tuple[str, ...]:
+    """What may be the cause: every suspect that fits, and the most specific other pattern that fits as well as what
+    chance gives. Nothing where these are too many to help."""
+    found = dict.fromkeys(possible(evidence))
+    lenient = _sentences(replace(evidence, margin=0.0, suspects=tuple))
+    found |= dict.fromkeys(next(([sentence] for name, sentence in lenient if name not in FACTS), []))
+    return tuple(found) if len(found) <= _MOST_POSSIBLE else ()
 
 
 def evidence_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.oracle.compare import different
 from harness.oracle.patterns.evidence import Evidence, Values
-from harness.oracle.patterns.fit import MARGIN, information
+from harness.oracle.patterns.fit import information
 from harness.oracle.patterns.wording import listed
 
 
@@ -12,7 +12,7 @@ def alike_along_an_axis(evidence: Evidence) -> str | None:
     """Shards of different sizes count as alike where the shorter is the beginning of the longer in memory."""
     axes = [name for name, size in evidence.mesh.axes if size > 1 and _alike(evidence, name)]
     zeros = [got * 0 for got in evidence.got]
-    if not axes or sum(information(evidence, zeros)) < MARGIN + len(evidence.mesh.axes):
+    if not axes or sum(information(evidence, zeros)) < evidence.margin + len(evidence.mesh.axes):
         return None
     along = listed(axes)
     if evidence.name.endswith(".initial"):

@@ -18,6 +18,9 @@ from reference.mesh import Mesh
 Values = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
+#: An explanation is sure when the errors carry this many bits more than it took to choose it: a chance of 1 in 32.
+MARGIN = 5.0
+
 
 @dataclass(frozen=True, eq=False)
 class Suspect:
@@ -41,6 +44,7 @@ class Evidence:
     shape, or None where it must be exact; infinite where any value is right. dtype: torch's name of the dtype that the
     ranks hold. others: global values of other tensors of the case, by name; parameters come before what is made of
     them. micro_batches: their number. suspects: makes the subject's own explanations, called when they are needed.
+    margin: of bits, for an explanation to be said.
 
     Raises ValueError where the shapes do not fit each other.
     """
@@ -55,6 +59,7 @@ class Evidence:
     others: Mapping[str, Values] = field(default_factory=dict)
     micro_batches: int = 1
     suspects: Callable[[], Sequence[Suspect]] = tuple
+    margin: float = MARGIN
 
     def __post_init__(self) -> None:
         if len(self.got) != self.mesh.size:

@@ -20,8 +20,6 @@ from harness.oracle.patterns.formats import format_named, grid, rounded, ulp
 
 Values = NDArray[np.float64]
 
-#: A fit by chance is this many halvings less likely than the choice of the explanation.
-MARGIN = 5.0
 #: No single error counts for more: a coincidence of real numbers is as good as excluded by 20 bits.
 _MOST_BITS = 20.0
 
@@ -53,7 +51,7 @@ class Fit:
         the data; each uses up one error.
         """
         cost = math.log2(max(1.0, choices)) + (0 if self.everywhere else evidence.mesh.size)
-        return sum(self.errors[fitted:]) >= MARGIN + cost
+        return sum(self.errors[fitted:]) >= evidence.margin + cost
 
 
 def fit(evidence: Evidence, explanation: Explanation) -> Fit | None:

@@ -8,7 +8,6 @@ import numpy as np
 
 from harness.oracle.compare import different
 from harness.oracle.patterns.evidence import Evidence
-from harness.oracle.patterns.fit import MARGIN
 from harness.oracle.patterns.formats import format_named, grid, rounded, ulp
 from harness.oracle.patterns.wording import of_ranks
 from reference.dtypes import FORMATS, Format
@@ -60,7 +59,7 @@ def _told_by(evidence: Evidence, fmt: Format, own: Format) -> bool:
         return False
     step = np.maximum(ulp(got, own), grid(evidence.want) if evidence.limits is None else 0.0)
     bits = np.log2(np.maximum(ulp(got, fmt) / step, 1.0))
-    return float(bits.sum()) >= MARGIN + math.log2(len(FORMATS))
+    return float(bits.sum()) >= evidence.margin + math.log2(len(FORMATS))
 
 
 def rounding(evidence: Evidence) -> str | None:
