@@ -20,9 +20,9 @@ from harness.bench import Bench, Trial
 from harness.case_file import Reproducer
 from harness.draws import register
 from harness.events import Failure, Row
+from harness.fault import Fault, fault_class, with_cause
 from harness.polish import polish
 from harness.properties.base import Property
-from harness.verdict import Kind
 from reference.codec import encode
 from strategies.scope import Scope
 
@@ -39,18 +39,6 @@ _MOST_REFUSED = 100
 
 class _Stop(BaseException):
     """Ends a search without a failure, for the reason given; no exception that Hypothesis handles."""
-
-
-class Fault(AssertionError):
-    """A case that does not hold. One subclass a kind, so that Hypothesis shrinks each kind for itself."""
-
-    def __init__(self, case: Any, trial: Trial) -> None:
-        super().__init__(trial.verdict.findings[0].message)
-        self.case = case
-        self.trial = trial
-
-
-_FAULTS: dict[str, type[Fault]] = {}
 
 
 @dataclass(frozen=True)
@@ -134,7 +122,7 @@ def search(
             hypothesis.reject()
         kind = trial.verdict.kind
         if kind is not None and kind != "flaky":
-            raise _fault_class(kind)(case, trial)
+            raise fault_class(kind)(case, trial)
 
     test = hypothesis.seed(limits.seed)(_settings(limits)(hypothesis.given(subject.cases(scope))(judge)))
     try:
@@ -156,7 +144,8 @@ def search(
         for found in faults:
             seconds = min(limits.shrink_seconds, ends - time.monotonic())
             polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, tell))
-        faults = list(dict.fromkeys(polished))  # two that could not be seen again are one
+        # Two that could not be seen again are one.
+        faults = [with_cause(found, tally.confirmed) for found in dict.fromkeys(polished)]
     return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
 
 
@@ -231,15 +220,9 @@ def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
             if len(tally.flaky) < _MOST_FLAKY:
                 tally.flaky.append((case, trial))
         elif tally.confirmed is None:
-            tally.confirmed = _fault_class(trial.verdict.findings[0].kind)(case, trial)
+            tally.confirmed = fault_class(trial.verdict.findings[0].kind)(case, trial)
             tally.failed_at = time.monotonic()
             tally.found_after = tally.examples
-
-
-def _fault_class(kind: Kind) -> type[Fault]:
-    if kind not in _FAULTS:
-        _FAULTS[kind] = type(f"Fault_{kind}", (Fault,), {})
-    return _FAULTS[kind]
 
 
 def _no_time(tally: _Tally, limits: Limits) -> str:

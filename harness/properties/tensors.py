@@ -74,7 +74,9 @@ def _tolerance(expected: Expected) -> Values:
 def _explained(finding: Finding, diagnosis: Diagnosis | None) -> Finding:
     if diagnosis is None:
         return finding
-    details = "\n".join([*diagnosis.lines(), finding.details]).strip()
+    # The sentence is the finding's cause; what follows it are details.
+    lines = diagnosis.lines()[diagnosis.sentence is not None :]
+    details = "\n".join([*lines, finding.details]).strip()
     return replace(finding, cause=diagnosis.sentence, details=details)
 
 
