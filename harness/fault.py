@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.bench import Trial
+from harness.oracle.diagnose import POSSIBLE
 from harness.verdict import Kind
 
 
@@ -33,6 +34,8 @@ def with_cause(fault: Fault, confirmed: Fault) -> Fault:
     found, first = fault.trial.verdict.findings, confirmed.trial.verdict.findings[0]
     if found[0].cause is not None or first.cause is None or found[0].kind != first.kind:
         return fault
-    told = replace(found[0], cause=f"{first.cause} (seen in the case that failed first, before it was shrunk)")
+    cause = f"{first.cause} (seen in the case that failed first, before it was shrunk)"
+    details = "\n".join(line for line in found[0].details.splitlines() if not line.startswith(POSSIBLE))
+    told = replace(found[0], cause=cause, details=details)
     verdict = replace(fault.trial.verdict, findings=(told, *found[1:]))
     return type(fault)(fault.case, replace(fault.trial, verdict=verdict))

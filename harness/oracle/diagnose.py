@@ -21,6 +21,9 @@ from reference.mesh import Mesh
 Values = NDArray[np.float64]
 
 
+#: How an explanation begins that may be a coincidence.
+POSSIBLE = "possible, but too few values to be sure"
+
 #: More explanations that are not sure than these are no help.
 _MOST_POSSIBLE = 3
 
@@ -42,7 +45,7 @@ class Diagnosis:
     def lines(self) -> list[str]:
         """For a report: the diagnosis, if there is one, then the damage."""
         said = [] if self.sentence is None else [f"diagnosis: {self.sentence}"]
-        maybe = [f"possible, but too few values to be sure: {sentence}" for sentence in self.possible]
+        maybe = [f"{POSSIBLE}: {sentence}" for sentence in self.possible]
         return said + maybe + self.damage.lines()
 
 
