@@ -12,7 +12,9 @@ from trials import BAD, GOOD, TWO, bench, judge
 from harness.bench import Bench, Trial, _flaky
 from harness.engine import Limits, search
 from harness.events import Row
+from harness.fault import Fault, fault_class, with_cause
 from harness.find import Spec
+from harness.oracle.diagnose import POSSIBLE
 from harness.properties import PROPERTIES
 from harness.properties.base import Description
 from harness.verdict import Finding, Verdict
@@ -60,6 +62,23 @@ def test_a_fault_is_shrunk_to_the_simplest_case() -> None:
     assert case == LinearCase(dataclasses.replace(TWO, axes=(("tp", 1),)), "column", 1, 1, bias=True)
     assert row.found_after == told.index(True) + 1
     assert failure.history == (), "it was seen in fresh processes"
+
+
+def test_the_cause_that_the_first_case_told_is_kept() -> None:
+    """A shrunk case may have too few values to tell."""
+    known = Finding("mismatch", "x differs", cause="every element is 2 times too large")
+    unsure = Finding("mismatch", "x differs", details=f"{POSSIBLE}: it is doubled\nlayout: Whole()")
+    other, sure = Finding("hang", "no rank finished"), Finding("mismatch", "x differs", cause="it is zero everywhere")
+
+    def fault(finding: Finding) -> Fault:
+        return fault_class(finding.kind)(GOOD, Trial(Verdict((finding, unsure))))
+
+    told = with_cause(fault(unsure), fault(known)).trial.verdict.findings
+    assert told[0].cause == f"{known.cause} (seen in the case that failed first, before it was shrunk)"
+    assert told[0].details == "layout: Whole()"
+    assert told[1] == unsure
+    for shrunk, first in ((sure, known), (unsure, unsure), (other, known), (unsure, other)):
+        assert with_cause(fault(shrunk), fault(first)).trial.verdict.findings[0] == shrunk
 
 
 def test_a_failure_that_depends_on_what_ran_before_is_flaky_and_names_it() -> None:
