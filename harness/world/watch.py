@@ -16,7 +16,8 @@ _FEWEST = 10
 # 0.25% of a core), and waiting for a store is polling. A thread is busy above this part of the window.
 _BUSY = 0.05
 _FEWEST_TICKS = 2
-_SLEEPS = "SI"  # sleeping, idle; not: running or wanting to (R), waiting for a disk (D), stopped (T, t)
+ASLEEP = "SI"  # sleeping, idle; not: running or wanting to (R), waiting for a disk (D), stopped (T), by a debugger (t)
+STOPPED = "T"
 
 Sample = dict[int, tuple[bool, int]]  # thread -> (sleeps, ticks of CPU so far)
 
@@ -26,11 +27,12 @@ class Stillness:
 
     They are still when in the whole window no thread had noticeable time on a CPU, none was found running, waiting
     for a CPU or for a disk in half of the samples, and the progress counter stood. A rank that is starved on a loaded
-    machine is therefore not still: it waits for a CPU.
+    machine is therefore not still: it waits for a CPU. asleep: the kernel's letters for threads that wait.
     """
 
-    def __init__(self, window: float) -> None:
+    def __init__(self, window: float, asleep: str = ASLEEP) -> None:
         self.window = window
+        self._asleep = asleep
         self.interval = window / _SAMPLES
         self._samples: deque[tuple[float, Sample]] = deque()
         self._key: object = None
@@ -38,16 +40,18 @@ class Stillness:
     def sample(self, now: float, pids: Iterable[int], progress: object) -> bool:
         """Looks once, at the time ``now`` in seconds; True where they are still.
 
-        progress: anything that compares equal as long as nothing happens. With new processes or progress the window
-        begins anew.
+        progress: anything that compares equal as long as nothing happens. With progress, and where a process or thread
+        comes or goes, the window begins anew.
         """
         if not CAN_WATCH:
             return False
         pids = tuple(pids)
-        if self._key != (pids, progress):
-            self._key = pids, progress
+        seen = dict(_threads(pids, self._asleep))
+        key = pids, progress, seen.keys()  # where one works and then another, neither need be busy for long
+        if self._key != key:
+            self._key = key
             self._samples.clear()
-        self._samples.append((now, dict(_threads(pids))))
+        self._samples.append((now, seen))
         while self._samples and now - self._samples[0][0] > self.window * 1.5:
             self._samples.popleft()
         return self._full() and not any(map(self._busy, self._samples[-1][1]))
@@ -64,7 +68,7 @@ class Stillness:
         return 2 * awake >= len(self._samples) or ticks > max(_FEWEST_TICKS, _BUSY * span * _TICKS_A_SECOND)
 
 
-def _threads(pids: Iterable[int]) -> Iterator[tuple[int, tuple[bool, int]]]:
+def _threads(pids: Iterable[int], asleep: str) -> Iterator[tuple[int, tuple[bool, int]]]:
     """Every thread of these processes and of their descendants. What ends meanwhile is left out."""
     for pid in pids:
         try:
@@ -78,8 +82,8 @@ def _threads(pids: Iterable[int]) -> Iterator[tuple[int, tuple[bool, int]]]:
             except OSError:
                 continue
             fields = stat.rpartition(b")")[2].split()  # the name before may hold anything
-            yield int(task.name), (fields[0].decode() in _SLEEPS, int(fields[11]) + int(fields[12]))
-            yield from _threads(int(child) for child in children.split())
+            yield int(task.name), (fields[0].decode() in asleep, int(fields[11]) + int(fields[12]))
+            yield from _threads(map(int, children.split()), asleep)
 
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK") if CAN_WATCH else 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -129,6 +131,36 @@ def test_progress_and_other_processes_begin_the_window_anew() -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+@linux_only
+def test_a_process_that_comes_or_goes_begins_the_window_anew() -> None:
+    """One that worked until now is gone from what is looked at, and whoever waited for it has not worked yet."""
+    code = "echo; read line; sleep 600 & echo $!; wait; echo; read line"
+    parent = subprocess.Popen(["sh", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+
+    def still(begin: float) -> list[bool]:
+        assert parent.stdout is not None
+        said.append(parent.stdout.readline())
+        time.sleep(0.5)  # for all to sleep again
+        return [watch.sample(begin + step * 0.05, [parent.pid], progress=None) for step in range(30)]
+
+    said: list[bytes] = []
+    watch = Stillness(1.0)
+    try:
+        assert still(0.0)[-1]
+        parent.stdin.write(b"\n")
+        came = still(1.5)
+        os.kill(int(said[-1]), signal.SIGKILL)
+        went = still(3.0)
+        assert not any(came[:20] + went[:20])
+        assert came[-1]
+        assert went[-1]
+    finally:
+        parent.kill()
+        parent.communicate()
 
 
 @linux_only
