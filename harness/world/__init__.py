@@ -4,13 +4,13 @@ Knows nothing of cases, properties or candidates. Importing it does not import t
 """
 
 from harness.world.context import RankContext
-from harness.world.crew import WorldError
 from harness.world.forkserver import warm_up
 from harness.world.limits import WorldLimit, max_world
 from harness.world.outcome import Blocked, Died, Ending, NotOk, Outcome, Raised, Returned
 from harness.world.pool import Pending, Pool
 from harness.world.pools import Pools
 from harness.world.signals import Terminated, terminate_cleanly
+from harness.world.starting import WorldError
 
 __all__ = [
     "Blocked",

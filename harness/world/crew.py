@@ -16,15 +16,10 @@ from typing import Any
 
 from harness.world import files, wire
 from harness.world.forkserver import FORKSERVER, search_path
-from harness.world.outcome import Raised
 from harness.world.server import ENDED, EVENT, STACKS, STARTED
 from harness.world.stacks import trimmed
 
 _numbers = itertools.count()
-
-
-class WorldError(RuntimeError):
-    """Ranks could not be started: a fault of the machine or of ours, and never of the function that was to run."""
 
 
 class Crew:
@@ -102,32 +97,6 @@ class Crew:
         if not self._messages[rank] and rank in self.codes:
             self._take_messages(rank)  # its end may overtake its last words
         return self._messages[rank].pop(0) if self._messages[rank] else None
-
-    def wait_until_ready(self, patience: float) -> None:
-        """Waits until every rank has its group. Raises WorldError where that does not happen."""
-        if self.ready_at is not None:
-            return
-        end = time.monotonic() + patience
-        waiting = set(range(self.world_size))
-        while True:
-            for rank in sorted(waiting):
-                match self.take(rank):
-                    case ("ready", _):
-                        waiting.remove(rank)
-                    case (_, Raised() as why):
-                        raise WorldError(f"{self._name(rank)} could not start: {why.message}\n{why.traceback}")
-                    case None if rank in self.codes:
-                        raise WorldError(f"{self._name(rank)} could not start: {self.how_ended(rank)}")
-            # The server's word of a rank may come after the rank's own.
-            if not waiting and len(self.pids) == self.world_size:
-                break
-            if time.monotonic() > end:
-                raise WorldError(f"ranks {sorted(waiting)} did not start within {patience:.0f} s")
-            self.pump(end - time.monotonic())
-        self.ready_at = time.monotonic()
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} of {self.world_size}"
 
     def how_ended(self, rank: int) -> str:
         """In words how a rank's process ended."""

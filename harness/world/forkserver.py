@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ sys.path[:] = {path}
 from harness.world.guardian import main
 main({fd}, {parent}, {armed})
 """
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank server that may hang, since it imports modules of the user's. pid: its own or its guardian's."""
+
+    pid: int
+    modules: tuple[str, ...]
 
 
 class ForkServer:
@@ -77,6 +86,13 @@ class ForkServer:
         with self._lock:
             self._distrusted |= self._asked
             self.stop()
+
+    def suspect(self) -> Suspect | None:
+        """The server where it was asked to import something of the user's."""
+        with self._lock:
+            if self._process is None or self._owner != os.getpid() or not self._asked:
+                return None
+            return Suspect(self._process.pid, tuple(sorted(self._asked)))
 
     def stop(self) -> None:
         """Ends the server and with it every rank; returns when they are gone. The next request starts a new one."""

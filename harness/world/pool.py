@@ -10,13 +10,17 @@ from typing import Any
 
 from harness.world import functions, wire
 from harness.world.context import this_rank
-from harness.world.crew import Crew, WorldError
+from harness.world.crew import Crew
 from harness.world.forkserver import FORKSERVER, search_path
 from harness.world.outcome import Outcome
+from harness.world.starting import WorldError, wait_until_ready
 from harness.world.waiting import Job, wait
 
 # From request to ready ranks: a cold import of torch from a slow disk, and of what the user preloads.
 START_TIMEOUT = 180.0
+# A server that sleeps so long while it imports the user's modules hangs: longer than for ranks, as files may be far
+# away. The ranks import them anew, so that a wrong guess costs seconds, and a right one ends in an outcome with stacks.
+QUIET_IMPORT = 5.0
 
 _numbers = itertools.count()
 
@@ -160,7 +164,7 @@ class Pool:
         """The present ranks, waited for. Raises WorldError, after a second try without the user's preloads."""
         crew = self._present_crew()
         try:
-            crew.wait_until_ready(START_TIMEOUT)
+            wait_until_ready(crew, START_TIMEOUT, FORKSERVER.suspect(), max(self.quiet, QUIET_IMPORT))
         except WorldError:
             if len(crew.pids) == self.world_size:
                 raise  # they were forked, so that it is not the server that is sick
@@ -169,7 +173,7 @@ class Pool:
             crew = self._crew = Crew(self.world_size)
             if self._pending is not None:
                 crew.send(self._pending.job.payload, START_TIMEOUT)
-            crew.wait_until_ready(START_TIMEOUT)
+            wait_until_ready(crew, START_TIMEOUT)
         return crew
 
     def _present_crew(self) -> Crew:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import rank_functions as on_rank
 
-from harness.world import Died, Outcome, Pool, Pools, Raised, WorldError
+from harness.world import Outcome, Pool, Pools, Raised
 from harness.world.forkserver import FORKSERVER
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to who asks for them")
@@ -91,14 +90,6 @@ def test_nonsense_is_refused(arguments: dict[str, float]) -> None:
         Pool(**arguments)  # type: ignore[arg-type]
 
 
-def test_ranks_that_cannot_start_are_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = str(tmp_path)
-    monkeypatch.setattr("harness.world.crew._make_store", lambda: (os.open(os.devnull, os.O_RDWR), folder))
-    monkeypatch.setattr("harness.world.pool.START_TIMEOUT", 10.0)
-    with Pool(1) as pool, pytest.raises(WorldError, match=r"rank 0 of 1 could not start|did not start within"):
-        pool.run(on_rank.who)
-
-
 # --- what ranks have started
 
 
@@ -134,38 +125,6 @@ def test_a_rank_that_leaves_its_group_is_killed_all_the_same(pair: Pool) -> None
     before = pair.pids
     assert pair.run(on_rank.leaves_its_group, deadline=1.0).kind == "hang"
     assert gone(before)
-
-
-# --- preloading
-
-
-def test_preloading_is_quiet_and_forgives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    good = "import os, warnings; print('noise'); warnings.warn('noise'); os.system('echo noise'); pid = os.getpid()\n"
-    (tmp_path / "preload_good.py").write_text(good + "def get(context): return pid\n")
-    for name, statement in [("raises", "raise ValueError('broken')"), ("leaves", "import sys; sys.exit(3)")]:
-        (tmp_path / f"preload_{name}.py").write_text(f"print('noise'); {statement}\n")
-    with Pool(2, preload=["preload_raises", "preload_leaves", "preload_no_such", "preload_good"]) as pool:
-        ones = pool.run("preload_good:get").values()
-        assert ones[0] == ones[1], "imported once, before the ranks were forked"
-        assert not set(ones) & {*pool.pids, os.getpid()}
-        assert "noise" not in "".join(capfd.readouterr())
-        assert raised(pool.run("preload_raises:get"), 0).message == "broken"
-        assert raised(pool.run("preload_leaves:get"), 0).type_name == "SystemExit"
-
-
-def test_a_preload_that_kills_the_server_is_left_out(
-    pair: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "preload_kills.py").write_text("import os; os._exit(5)\n")
-    pair.run(on_rank.who)
-    with Pool(1, preload=["preload_kills"]) as pool:
-        assert pool.run(on_rank.who).kind == "ok"
-        assert pool.run("preload_kills:f").ranks == (Died(5, "exited with code 5 without returning"),)
-    assert pair.run(on_rank.who).kind == "ok", "another pool of the dead server has new ranks, and no crash"
 
 
 @linux_only
