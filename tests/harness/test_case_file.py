@@ -199,12 +199,12 @@ def test_text_that_breaks_a_parser_is_refused_like_any_other(text: str) -> None:
         read(text)
 
 
-def test_a_case_that_cannot_be_exact_is_refused() -> None:
+def test_a_case_that_cannot_be_made_is_refused() -> None:
     case = {"mesh": "tp=1", "kind": "column", "in_features": 1000, "out_features": 1, "dtype": "bf16"}
     line = json.dumps({"shardproof": 1, "candidate": "builtin", "subject": "linear", "case": case})
     with pytest.raises(MalformedReproducer, match="cannot be exact with 8 significand bits"):
         read(line)
-    normal = case | {"in_features": 1, "recipes": {"weight": {"kind": "normal"}}}
-    line = json.dumps({"shardproof": 1, "candidate": "builtin", "subject": "linear", "case": normal})
-    with pytest.raises(MalformedReproducer, match="recipe kind 'normal' of weight is not exact"):
+    unknown = case | {"in_features": 1, "recipes": {"weight": {"kind": "ordinary"}}}
+    line = json.dumps({"shardproof": 1, "candidate": "builtin", "subject": "linear", "case": unknown})
+    with pytest.raises(MalformedReproducer, match="unknown recipe kind 'ordinary': expected one of"):
         read(line)
