@@ -19,11 +19,11 @@ def test_linear_layers_compute_what_one_process_computes(candidate: str, data: s
 CAUSES = {
     "F03": "over tp",
     "F04": "has the bias",
-    "F05": "the bias is divided by the size of tp",
+    "F05": "the bias is divided by the size of",
     "F06": "reduces a contiguous copy and returns the original",
     "F11": "gathered along the first dimension and viewed",
     "F12": "times too large: the backward of the gather sums",
-    "F13": "initialised from the same seed",
+    "F13": "the slice of weight.initial that belongs to rank 0",
     "F14": "an all-reduce is missing in backward",
 }
 

@@ -14,22 +14,20 @@ from harness.drive import drive
 from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
-from harness.oracle.compare import compare_exact, different, replicas_disagree, same_bits
 from harness.oracle.diagnose import Diagnosis
 from harness.oracle.expectation import expect
 from harness.properties.base import Description, Property, World
+from harness.properties.linear_initial import judge_initial
 from harness.properties.linear_suspects import explain
 from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 from harness.world import RankContext
-from reference.layout import Each, Layout, Partial, Split, Whole, placements, window
+from reference.layout import Each, Layout, Split, Whole, placements
 from reference.linear import LinearCase, expected, tensors
 from reference.mesh import Mesh
 
 _NAMES = Names(parameters=("weight", "bias"), inputs=("input",), outputs=("output", "output_bias"))
-#: Bits of random data below which two shards may be alike by chance.
-_ENOUGH_BITS = 64
 
 
 def layouts(case: LinearCase, uneven: str = "balanced") -> dict[str, Layout]:
@@ -140,7 +138,9 @@ def judge(
         return explain(case, description, name, observed, form.layout, values, tolerance, form.dtype)
 
     verdict = judge_tensors(want, forms, case.mesh, observed, why)
-    return replace(verdict, findings=(*verdict.findings, *(_initial(case, description, worlds) if case.init else [])))
+    return replace(
+        verdict, findings=(*verdict.findings, *(judge_initial(case, description, worlds) if case.init else []))
+    )
 
 
 def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: Observation) -> Layout:
@@ -154,53 +154,6 @@ def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: O
 def _dtype(name: str, case: LinearCase) -> str:
     main = case.main_grad and name in ("weight.grad", "bias.grad") and case.dtype != "fp64"
     return "float32" if main else str(case.format.torch_dtype).removeprefix("torch.")
-
-
-def _initial(case: LinearCase, description: Description, worlds: Sequence[World]) -> list[Finding]:
-    """The initial parameters: replicas equal; shards those of the one-process tensor, or at least not alike."""
-    findings = []
-    shapes = {"weight": (case.out_features, case.in_features), "bias": (case.out_features,)}
-    for name in ("weight", "bias") if case.bias else ("weight",):
-        tensor = f"{name}.initial"
-        layout = worlds[0][0].layouts.get(tensor)
-        if layout is None or any(isinstance(p, Partial) for p in placements(layout)):
-            continue
-        if len(worlds) > 1:
-            alone = worlds[1][0].tensors[tensor]
-            whole = None if alone is None else alone.values
-            finding = compare_exact(tensor, whole, layout, _dtype(tensor, case), case.mesh, worlds[0])
-        else:
-            finding = replicas_disagree(tensor, layout, case.mesh, worlds[0], shapes[name]) or _alike(
-                case, tensor, layout, shapes[name], worlds[0]
-            )
-        if finding is not None:
-            findings.append(finding)
-    return findings
-
-
-def _alike(case: LinearCase, tensor: str, layout: Layout, shape: tuple[int, ...], observed: World) -> Finding | None:
-    """Two shards at different places with the same random values, or None."""
-    seen: list[tuple[int, object, np.ndarray]] = []
-    for rank, observation in enumerate(observed):
-        local = observation.tensors.get(tensor)
-        if local is None or local.values is None:
-            continue
-        values, place = local.values, window(shape, layout, case.mesh, rank)
-        constant = values.size == 0 or not different(values, np.full_like(values, values.flat[0])).any()
-        if constant or values.size * case.format.precision < _ENOUGH_BITS:
-            continue
-        for other, other_place, other_values in seen:
-            if place != other_place and same_bits(values, other_values):
-                return Finding(
-                    "mismatch",
-                    f"{tensor}: the shards of {case.mesh.describe(other)} and {case.mesh.describe(rank)} are "
-                    "identical, as if every shard were initialised from the same seed",
-                    rank,
-                    case.mesh.describe(rank),
-                    tensor,
-                )
-        seen.append((rank, place, values))
-    return None
 
 
 def _expected(case: LinearCase) -> dict[str, Want]:

@@ -61,7 +61,7 @@ def judge_tensors(
             if finding is None:
                 finding = replicas_disagree(name, form.layout, mesh, observed, values.shape)
             elif not findings:  # one explanation is enough, and takes a while
-                finding = _explained(finding, explain(name, values, tolerance))
+                finding = explained(finding, explain(name, values, tolerance))
         if finding is not None:
             findings.append(finding)
     return Verdict(tuple(findings), facts=_facts(statistics))
@@ -71,7 +71,8 @@ def _tolerance(expected: Expected) -> Values:
     return np.where(expected.ambiguous, np.inf, Limits().worst * expected.tolerance)
 
 
-def _explained(finding: Finding, diagnosis: Diagnosis | None) -> Finding:
+def explained(finding: Finding, diagnosis: Diagnosis | None) -> Finding:
+    """The finding with its cause, where there is one, and the damage."""
     if diagnosis is None:
         return finding
     # The sentence is the finding's cause; what follows it are details.
