@@ -124,6 +124,10 @@ def logit(x: Tensor, eps: float | None = None) -> Tensor:
     return torch.log(x / (1 - x))
 
 
+def linalg_cross(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
+    return a.roll(-1, dim) * b.roll(1, dim) - a.roll(1, dim) * b.roll(-1, dim)
+
+
 def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a * b if value == 1 else value * (a * b))
 
@@ -167,6 +171,6 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
 DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
     "native_group_norm": group_norm,
     **{f.__name__: f for f in (logsumexp, logaddexp, logaddexp2, var, var_mean, std, std_mean, native_dropout)},
-    **{f.__name__: f for f in (softplus, mish, elu, celu, selu, leaky_relu, glu, logit)},
+    **{f.__name__: f for f in (linalg_cross, softplus, mish, elu, celu, selu, leaky_relu, glu, logit)},
     **{f.__name__: f for f in (addcmul, addcdiv, lerp, huber_loss, huber_loss_backward, mse_loss_backward)},
 }

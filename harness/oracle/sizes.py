@@ -74,7 +74,9 @@ def shared(base: str, kind: Kind, inputs: Sequence[torch.Tensor], result: torch.
     comes out of the backward of a mean is one value, expanded.
     """
     size = result.size()
-    if kind is Kind.ELEMENTWISE:
+    if base in _CONSTANTS:
+        return (1,) * len(size)
+    if kind is Kind.ELEMENTWISE and inputs:
         for tensor in inputs:
             if tensor.size() == size and 0 not in tensor.stride():
                 return size
@@ -92,6 +94,7 @@ def shared(base: str, kind: Kind, inputs: Sequence[torch.Tensor], result: torch.
     return size
 
 
+_CONSTANTS = frozenset(["full", "fill", "scalar_tensor", "full_like", "new_full"])
 #: Where the index is that says which terms belong together.
 _INDEX = {"embedding_dense_backward": 1, "index_add": 2}
 _LAST_MATRIX = frozenset(["mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot"])
@@ -158,7 +161,7 @@ CHOICES: Mapping[str, Choice] = {
     "norm": _norm,
     "prod": _product,
     "cumprod": _product,
-    **dict.fromkeys(("full", "fill", "scalar_tensor", "full_like", "new_full"), _constant),
+    **dict.fromkeys(_CONSTANTS, _constant),
     **dict.fromkeys(("put", "index_put", "_unsafe_index_put", "_index_put_impl"), _put),
     **dict.fromkeys(("scatter", "scatter_reduce", "index_reduce"), _scatter),
 }

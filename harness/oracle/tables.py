@@ -64,7 +64,8 @@ SUMS = _names(
     _adaptive_avg_pool3d_backward adaptive_avg_pool2d adaptive_avg_pool3d adaptive_avg_pool3d_backward
     upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_linear1d_backward
     upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_nearest1d_backward
-    upsample_nearest2d_backward upsample_nearest3d_backward max_pool2d_with_indices_backward
+    upsample_nearest2d_backward upsample_nearest3d_backward _upsample_nearest_exact1d_backward
+    _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward max_pool2d_with_indices_backward
     max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     unfold_backward col2im reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward

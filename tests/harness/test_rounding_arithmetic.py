@@ -53,6 +53,7 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
     "addcdiv": (lambda a, b, c: torch.addcdiv(a, b, c, value=0.3), [normal(T, H), normal(T, H), positive(T, H)]),
     "pow": (torch.pow, [positive(T, H), normal(T, H)]),
     "cube": (lambda x: x**3, [normal(T, H)]),
+    "cross": (torch.linalg.cross, [normal(T, 8, 3), normal(T, 8, 3)]),
     "logaddexp": (torch.logaddexp, [normal(T, H), normal(T, H)]),
     **{
         f.__name__: (f, [normal(T, H)])
@@ -69,6 +70,7 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
 SUMMING: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
     "matmul": (torch.matmul, [normal(T, H), normal(H, V)]),
     "matmul, positive": (torch.matmul, [positive(T, 400), positive(400, V)]),
+    "vector times matrix": (torch.matmul, [normal(H), normal(H, V)]),
     "bmm": (torch.bmm, [normal(3, T, H), normal(3, H, V)]),
     "linear": (F.linear, [normal(T, H), normal(V, H), normal(V)]),
     "einsum": (lambda a, b: torch.einsum("tsh,hv->tv", a, b), [normal(T, 3, H), normal(H, V)]),

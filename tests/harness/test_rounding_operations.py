@@ -79,17 +79,32 @@ def test_functions_of_the_mathematical_library_err_twice_as_much(function: Calla
         (torch.mv, (X, Y[0])),
         (torch.dot, (X[0], Y[0])),
         (torch.addmm, (EVEN[:, :1] - 3, X, Y.T)),
+        (lambda c, x, y: torch.addmm(c, x, y, beta=-0.5, alpha=-3), (EVEN[:, :1] - 3, X, Y.T)),
         (torch.sum, (X, 0)),
         (torch.cumsum, (X, 1)),
+        (lambda x: F.avg_pool2d(x[None], 2, divisor_override=-4), (X,)),
         (lambda x, y: F.conv1d(x[None], y[None, :, :3].transpose(0, 1)), (X[:1], Y[:1])),
         (lambda x, y: torch.index_add(x, 0, torch.tensor([1, 1, 4]), y[:3]), (X, Y)),
         (lambda x, y: torch.index_put(x, [torch.tensor([1, 1, 4])], y[:3], accumulate=True), (X, Y)),
     ],
-    ids=["mm", "bmm", "mv", "dot", "addmm", "sum", "cumsum", "conv1d", "index_add", "index_put"],
+    ids=[
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "addmm",
+        "negative addmm",
+        "sum",
+        "cumsum",
+        "negative mean",
+        "conv1d",
+        "index_add",
+        "index_put",
+    ],
 )
 def test_sums_err_relative_to_the_sum_of_magnitudes(function: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
     """In bf16, which is summed in fp32: the scale is that of the terms, whatever the order in which they are added."""
-    magnitudes = function(*[a.abs() if isinstance(a, Tensor) else a for a in args])
+    magnitudes = function(*[a.abs() if isinstance(a, Tensor) else a for a in args]).abs()
     assert_scale(largest(function, *args, fmt=FORMATS["bf16"]), magnitudes)
     assert (magnitudes > 1.5 * function(*args).abs()).any(), "a case without cancellation tells nothing"
 
@@ -163,9 +178,12 @@ def test_what_moves_chooses_or_compares_leaves_bits_alone(name: str) -> None:
 
 
 def test_a_constant_that_the_format_lacks_is_rounded_once() -> None:
-    tenth = disturbed(lambda: torch.full((4,), 0.1, dtype=torch.float64))
-    assert (tenth == tenth[:, :1]).all(), "one number, one rounding"
-    assert_scale((tenth - 0.1).abs().amax(0) / U, torch.full((4,), 0.1))
+    for make in (lambda: torch.full((4,), 0.1, dtype=torch.float64), lambda: X[0, :4].clone().fill_(0.1)):
+        tenth = disturbed(make)
+        assert (tenth == tenth[:, :1]).all(), "one number, one rounding"
+        assert_scale((tenth - 0.1).abs().amax(0) / U, torch.full((4,), 0.1))
+    several = disturbed(lambda: torch.linspace(0.1, 1, 4, dtype=torch.float64))
+    assert not (several / several[0] == several[:, :1] / several[0, :1]).all(), "several numbers, several roundings"
     assert torch.equal(
         disturbed(lambda: torch.full((4,), 0.1, dtype=torch.float64).floor(), runs=1)[0], torch.zeros(4).double()
     )
@@ -176,6 +194,27 @@ def test_a_number_that_fp32_lacks_moves_all_products_together() -> None:
     assert 0.3 < together.square().mean().sqrt() < 1
     alone = (disturbed(lambda x: x * 3, torch.arange(1.0, 5001).double()) / EVEN.new_tensor(range(3, 15001, 3)) - 1) / U
     assert alone.mean(1).square().mean().sqrt() < 0.05
+
+
+@pytest.mark.parametrize("engine", ["separate", "together"])
+def test_numbers_inside_means_and_fused_operations_move_all_results_together(engine: str) -> None:
+    def lean(function: Callable[[Tensor], Tensor]) -> float:
+        """The part of the error that all elements share, in unit roundoffs."""
+
+        def compute() -> dict[str, Tensor]:
+            if engine == "separate":
+                float((X * 3).sum())
+            return {"y": function(torch.linspace(0.5, 1.5, 3000 * 7).double().reshape(3000, 7))}
+
+        s = spread(compute, FP32, runs=32)["y"]
+        assert s is not None
+        return float((s.residuals / s.want).flatten(1).mean(1).square().mean().sqrt()) / U
+
+    assert lean(lambda x: x.mean(1)) > 0.3
+    assert lean(lambda x: x[:, :4].mean(1)) < 0.05, "a sum over four is a quarter exactly"
+    assert lean(lambda x: F.layer_norm(x, (7,)).square().sum(1)) > 0.2
+    assert lean(F.gelu) > 0.1
+    assert lean(F.silu) < 0.05, "no number is in there but 1"
 
 
 def test_equal_values_are_rounded_equally_where_strides_show_it() -> None:
