@@ -53,7 +53,7 @@ def compare_within(
     element, factor = worst(found), slope(found)
     finding = None
     if not element.value <= limits.worst:
-        finding = _elements(name, expected, layout, mesh, found, element, limits)
+        finding = _elements(name, expected, layout, mesh, found, limits)
     elif not factor.value <= limits.slope:
         finding = _factor(name, layout, mesh, found, factor, limits)
     return Judged(finding, element.value, factor.value, int(expected.ambiguous.sum()))
@@ -65,21 +65,15 @@ def _elements(
     layout: Layout,
     mesh: Mesh,
     found: Sequence[Part],
-    element: Statistic,
     limits: Limits,
 ) -> Finding:
     masks = {part.rank: ~(ratios(part) <= limits.worst) for part in found}
     wrong = {rank: mask for rank, mask in masks.items() if mask.any()}
     first = described(name, expected.want, layout, mesh, [part.got for part in found], wrong)
-    assert element.rank is not None
-    assert element.index is not None
-    part, at = found[element.rank], element.index
-    tolerance = float(found[first.rank or 0].tolerance[first.local_index or ()])
-    worst_line = (
-        f"worst: {_times(element.value)} its tolerance at local index {list(at)} of {mesh.describe(part.rank)}: "
-        f"got {float(part.got[at])!r}, want {float(part.want[at])!r}, tolerance {float(part.tolerance[at]):.3g}"
-    )
-    return replace(first, tolerance=tolerance, details=f"{worst_line}\nlimit: {limits.worst:g} times\n{first.details}")
+    assert first.rank is not None
+    assert first.local_index is not None
+    allowed = limits.worst * float(found[first.rank].tolerance[first.local_index])
+    return replace(first, tolerance=allowed)
 
 
 def _factor(name: str, layout: Layout, mesh: Mesh, found: Sequence[Part], factor: Statistic, limits: Limits) -> Finding:

@@ -168,7 +168,8 @@ def _output(layer: _Layer, m: int) -> Iterator[Suspect]:
 
     what = "a reduce-scatter" if case.sequence_parallel else "an all-reduce"
     yield Suspect(
-        f"equals the rank's own part before the sum over {axis}: {what} is missing in forward{layer.or_dropped}",
+        f"equals the rank's own part before the sum over {axis}: {what} is missing in forward"
+        f", or not waited for{layer.or_dropped}",
         layer.per_rank(lambda c: part(c) + added),
     )
     yield Suspect(f"is averaged over {axis} where a sum is due", product / n + added)
@@ -201,7 +202,8 @@ def _input_grad(layer: _Layer, name: str, m: int) -> Iterator[Suspect]:
 
         what = "a reduce-scatter" if case.sequence_parallel else "an all-reduce"
         yield Suspect(
-            f"equals the rank's own part before the sum over {axis}: {what} is missing in backward{layer.or_dropped}",
+            f"equals the rank's own part before the sum over {axis}: {what} is missing in backward"
+            f", or not waited for{layer.or_dropped}",
             layer.per_rank(part),
         )
         for label, sums in layer.summed_elsewhere(part):
