@@ -136,7 +136,7 @@ class ForkServer:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         with theirs, _interrupts_held_back():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-P", "-c", code],  # -P: no module of the working folder stands in for one of Python's
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_stderr(),  # what ranks print must not end in the middle of the parent's output
