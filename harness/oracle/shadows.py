@@ -101,7 +101,8 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
 
     def _follow(self, operation: Operation, results: Sequence[torch.Tensor], in_place: bool) -> None:
         """Runs an elementary operation on the copies of its arguments."""
-        how = together(operation) if len(results) == 1 else None
+        out_form = any(isinstance(w, str) for w in operation.rule.writes)
+        how = together(operation) if len(results) == 1 and not out_form else None
         if how is not None:
             made = how(operation, self._lift, results[0])
             if made is not None:
@@ -151,7 +152,8 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         new, size, stride = rank - tensor.dim(), tensor.size(), tensor.stride()
         if new > 0:
             size, stride = (*(1,) * new, *size), (*(0,) * new, *stride)  # type: ignore[assignment]
-        return flat.as_strided((self.runs, *size), (flat.size(1), *stride), tensor.storage_offset())
+        offset = flat.storage_offset() + tensor.storage_offset()
+        return flat.as_strided((self.runs, *size), (flat.size(1), *stride), offset)
 
     def _lift(self, value: Any, rank: int, expand: bool = False) -> Any:
         """The copies of an argument, with ``rank`` dimensions after the first; exact ones stay, or are expanded."""
@@ -186,7 +188,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
             copies = copies.to(tensor.dtype)
         length = _length(tensor)
         if tensor.numel() == length:
-            if copies.stride() == (length, *tensor.stride()) and not copies.storage_offset():
+            if copies.stride() == (length, *tensor.stride()):
                 self._keep(tensor, copies.as_strided((self.runs, length), (length, 1)))
                 return
             self._keep(tensor, torch.empty((self.runs, length), dtype=tensor.dtype))

@@ -20,8 +20,6 @@ Together = Callable[[Operation, Lift, torch.Tensor], torch.Tensor | None]
 
 def _pointwise(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
     rank = plain.dim()
-    if operation.func._overloadname == "Tensor" and operation.rule.name in _NUMBER_IN_TENSOR:
-        return None
     if operation.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return None
     made: torch.Tensor = operation.func(*[lift(a, rank) for a in operation.args], **operation.kwargs)
@@ -55,7 +53,7 @@ def _reduced(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Ten
 def together(operation: Operation) -> Together | None:
     """How to run the operation on all copies at once, or None where it is not known."""
     known = _TOGETHER.get(operation.rule.name)
-    if known is None and operation.rule.pointwise and operation.rule.name not in _NOT_BROADCAST:
+    if known is None and operation.rule.pointwise:
         return _pointwise
     return known
 
@@ -69,9 +67,3 @@ _TOGETHER: Mapping[str, Together] = {
     "aten::copy_": _pointwise,
     **{f"aten::{name}": _reduced for name in ("sum", "mean", "amax", "amin")},
 }
-
-#: Tagged as pointwise, but there are several results, or a number, or an argument that is no factor.
-_NOT_BROADCAST = frozenset(f"aten::{name}" for name in ("frexp", "equal", "rrelu", "polygamma", "mvlgamma"))
-
-#: The overload "Tensor" takes a number in a tensor without dimensions, which its copies would have.
-_NUMBER_IN_TENSOR = frozenset(["aten::masked_fill", "aten::masked_fill_"])

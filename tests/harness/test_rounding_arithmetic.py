@@ -64,6 +64,7 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
         f.__name__: (f, [normal(T, H)])
         for f in (F.gelu, F.silu, F.softplus, F.mish, F.elu, F.selu, F.leaky_relu, F.hardswish, F.logsigmoid, F.glu)
     },
+    "gelu far down": (lambda x: F.gelu(x / 4 - 4), [normal(T, H)]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [normal(T, H)]),
 }
 
@@ -93,6 +94,7 @@ SUMMING: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
 COMPOSITE: dict[str, tuple[Callable[..., Tensor], list[Make]]] = {
     "softmax": (last(torch.softmax), [normal(T, H)]),
     "log_softmax": (last(torch.log_softmax), [normal(T, H)]),
+    "log_softmax, confident": (lambda x: (8 * x).log_softmax(-1), [normal(T, H)]),
     "logsumexp": (last(torch.logsumexp), [normal(T, H)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (H,), w, b), [normal(T, H), positive(H), normal(H)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (H,), w), [normal(T, H), positive(H)]),
@@ -146,7 +148,9 @@ def drawn(function: Callable[..., Tensor], make: Sequence[Make], fmt: Format, se
     return given, grad.to(fmt.torch_dtype).double()
 
 
-def check_two_sided(function: Callable[..., Tensor], make: Sequence[Make], fmt: Format, seed: int) -> None:
+def check_two_sided(
+    function: Callable[..., Tensor], make: Sequence[Make], fmt: Format, seed: int, factor: bool = True
+) -> None:
     """Right arithmetic passes in every result; planted errors fail in every one that rounding can touch."""
     given, grad = drawn(function, make, fmt, seed)
     spreads = spread(lambda: results(function, given, grad, torch.float64), fmt, seed=seed)
@@ -156,7 +160,7 @@ def check_two_sided(function: Callable[..., Tensor], make: Sequence[Make], fmt: 
         assert not s.ambiguous.any()
         seen = (worst(got, s), slope(got, s))
         assert max(seen) <= LIMIT, f"{name}: worst {seen[0]:.3g}, slope {seen[1]:.3g}"
-        if got.numel() >= V:  # one number may be the difference of large ones
+        if got.numel() >= V and factor:  # one number may be the difference of large ones
             tilted = got.double() * (1 + 64 * fmt.unit_roundoff)
             assert max(worst(tilted, s), slope(tilted, s)) > LIMIT, f"{name}: a factor of 64 roundoffs is not seen"
         if s.floor:
@@ -170,7 +174,7 @@ def check_two_sided(function: Callable[..., Tensor], make: Sequence[Make], fmt: 
 def test_torch_stays_within_the_spread_and_planted_errors_do_not(name: str, dtype: str) -> None:
     function, make = {**ELEMENTWISE, **SUMMING, **COMPOSITE}[name]
     for seed in SEEDS:
-        check_two_sided(function, make, FORMATS[dtype], seed)
+        check_two_sided(function, make, FORMATS[dtype], seed, factor=name != "gelu far down")  # 1 + erf cancels there
 
 
 def composition(seed: int) -> tuple[Callable[..., Tensor], list[Make]]:

@@ -217,6 +217,22 @@ def test_numbers_inside_means_and_fused_operations_move_all_results_together(eng
     assert lean(F.silu) < 0.05, "no number is in there but 1"
 
 
+def test_the_factor_of_a_mean_is_rounded_to_the_format_where_the_kernel_does_so() -> None:
+    def lean(reduction: str) -> float:
+        def compute() -> dict[str, Tensor]:
+            x = torch.linspace(0.5, 1.5, 2100).double().requires_grad_()
+            torch.autograd.backward(F.mse_loss(x, -x.detach(), reduction=reduction))
+            assert x.grad is not None
+            return {"grad": x.grad}
+
+        s = spread(compute, FORMATS["bf16"], runs=32)["grad"]
+        assert s is not None
+        return float((s.residuals / s.want).mean(1).square().mean().sqrt() / FORMATS["bf16"].unit_roundoff)
+
+    assert lean("mean") > 0.3
+    assert lean("sum") < 0.1
+
+
 def test_equal_values_are_rounded_equally_where_strides_show_it() -> None:
     got = disturbed(lambda x: x.expand(6, 5) / 3, X[:1, :1])
     assert (got == got[:, :1, :1]).all()
@@ -368,6 +384,9 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "smooth_l1": lambda x: F.smooth_l1_loss(x, Y, reduction="sum"),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, Y.sigmoid()),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], Y[None], x[None], is_causal=True),
+    "attention to nothing": lambda x: F.scaled_dot_product_attention(
+        x[None], Y[None], x[None], torch.ones(6, 6).tril(-1).bool()
+    ),
     "logaddexp": lambda x: torch.logaddexp(x, Y),
     "lerp": lambda x: torch.lerp(x, Y, 0.3),
     "logit": lambda x: torch.logit(x.sigmoid()),
