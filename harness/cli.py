@@ -16,7 +16,7 @@ import click
 from harness.errors import WrongUse
 from harness.printable import printable_lines
 from harness.report.streams import CannotPrint, give_up, prepare_streams, printing
-from harness.world import Terminated, WorldError
+from harness.world import Terminated, WorldError, ended
 
 EXIT_CODES = (
     "Exit codes: 0 all that was asked ran and holds; 1 a fault in a candidate; "
@@ -58,8 +58,10 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except Terminated as error:
+        ended()
         raise click.exceptions.Exit(error.exit_code) from error
     except KeyboardInterrupt as error:
+        ended()
         raise click.exceptions.Exit(130) from error
     except WrongUse as error:
         raise click.UsageError(printable_lines(str(error))) from error

@@ -9,7 +9,7 @@ from harness.world.limits import WorldLimit, max_world
 from harness.world.outcome import Blocked, Died, Ending, NotOk, Outcome, Raised, Returned
 from harness.world.pool import Pending, Pool
 from harness.world.pools import Pools
-from harness.world.signals import Terminated, terminate_cleanly
+from harness.world.signals import Terminated, ended, terminate_cleanly
 from harness.world.starting import WorldError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Terminated",
     "WorldError",
     "WorldLimit",
+    "ended",
     "max_world",
     "terminate_cleanly",
     "warm_up",

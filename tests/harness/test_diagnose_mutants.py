@@ -31,7 +31,7 @@ class Trial:
         return f"{self.mutant} {self.case.kind} {self.case.mesh}"
 
 
-MISSING = "equals the rank's own part before the sum over {}: an all-reduce is missing in backward"
+MISSING = "equals the rank's own part before the sum over {}: an all-reduce is missing in backward, or not waited for"
 JOINED = "gathered along the first dimension and viewed, where a gather along dimension {} is due"
 DOUBLED = "is 2 times too large: the backward of the gather sums 2 equal gradients (a reduce-scatter)"
 SEED = "is the same on all ranks of tp: every shard was initialised from the same seed"

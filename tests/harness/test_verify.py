@@ -87,7 +87,7 @@ def test_the_file_of_a_flaky_failure_has_every_case_before_it(tmp_path: Path) ->
 
 
 def test_numbers_travel_exactly_in_json(tmp_path: Path) -> None:
-    done = run("returning.py:NaN")
+    done = run("returning.py:NaN", examples=40)
     write_json(tmp_path / "run.json", done)
     finding = json.loads((tmp_path / "run.json").read_text())["rows"][0]["failures"][0]["findings"][0]
     assert finding["got"] == "nan"
