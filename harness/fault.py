@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from harness.bench import Trial
 from harness.oracle.diagnose import POSSIBLE
-from harness.verdict import Kind
+from harness.verdict import Finding, Kind
 
 
 class Fault(AssertionError):
@@ -29,10 +30,15 @@ def fault_class(kind: Kind) -> type[Fault]:
     return _FAULTS[kind]
 
 
+def _about(finding: Finding) -> tuple[Kind, str | None]:
+    """The kind and the tensor, of whichever micro-batch: the cause of another one may be another fault."""
+    return finding.kind, None if finding.tensor is None else re.sub(r"\[\d+\]", "", finding.tensor)
+
+
 def with_cause(fault: Fault, confirmed: Fault) -> Fault:
     """A shrunk case may have too few values to tell why: then what the case that failed first told."""
     found, first = fault.trial.verdict.findings, confirmed.trial.verdict.findings[0]
-    if found[0].cause is not None or first.cause is None or found[0].kind != first.kind:
+    if found[0].cause is not None or first.cause is None or _about(found[0]) != _about(first):
         return fault
     cause = f"{first.cause} (seen in the case that failed first, before it was shrunk)"
     details = "\n".join(line for line in found[0].details.splitlines() if not line.startswith(POSSIBLE))

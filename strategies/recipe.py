@@ -18,11 +18,6 @@ _EXTREME = ("subnormal", "near_overflow")
 _seeds = st.integers(0, 99)
 
 
-def exact_recipes() -> st.SearchStrategy[Recipe]:
-    """Recipes whose results are exact in every dtype."""
-    return st.builds(Recipe, kind=st.sampled_from(_EXACT), seed=_seeds)
-
-
 @st.composite
 def recipes(draw: st.DrawFn, tensors: int, dtype: str) -> tuple[Recipe, ...]:
     """One recipe a tensor: for two cases of three all exact, else of data that rounds. In one of five or more, one

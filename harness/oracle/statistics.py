@@ -24,23 +24,17 @@ Values = NDArray[np.float64]
 class Expected:
     """What one process computes of one tensor, and how far rounding alone moves it: float64 arrays.
 
-    want, deviation, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. floor: the
-    least tolerance of an element. Where ``ambiguous``, rounding decides whether there is a finite value, and any is
-    right. smallest_normal: of the format. Below it numbers round to zero, all the same way, and no slope can be told
-    from that.
+    want, tolerance, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. The tolerance
+    of an element is one unit of ``worst``. Where ``ambiguous``, rounding decides whether there is a finite value, and
+    any is right. smallest_normal: of the format. Below it numbers round to zero, all the same way, and no slope can be
+    told from that.
     """
 
     want: Values
-    deviation: Values
+    tolerance: Values
     residuals: Values
     ambiguous: NDArray[np.bool_]
-    floor: float = 0.0
     smallest_normal: float = 0.0
-
-    @property
-    def tolerance(self) -> Values:
-        """What one unit of ``worst`` is, for each element."""
-        return np.maximum(self.deviation, self.floor)
 
 
 @dataclass(frozen=True)

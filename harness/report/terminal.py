@@ -113,7 +113,7 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
 def _note(row: Row) -> str:
     """Why it is as it is, and what the candidate refused: refused cases are no passed ones."""
     if row.found_after is not None:
-        return f"found after {row.found_after} examples"
+        return f"found after {row.found_after} example{'s' if row.found_after > 1 else ''}"
     refused = [f"refused {times}: {why}" for why, times in row.refusals] if row.examples else []
     return "\n".join(([row.stopped] if row.stopped else []) + refused)
 

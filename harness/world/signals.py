@@ -53,6 +53,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_now(number: int, frame: FrameType | None) -> None:
+    if not _told:
+        return  # an alarm of somebody else's
     if _drops_exceptions(frame):
         signal.setitimer(signal.ITIMER_REAL, _SOON, _AGAIN)
     elif _told[-1] == signal.SIGINT:

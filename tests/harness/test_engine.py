@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,9 +67,10 @@ def test_a_fault_is_shrunk_to_the_simplest_case() -> None:
 
 def test_the_cause_that_the_first_case_told_is_kept() -> None:
     """A shrunk case may have too few values to tell."""
-    known = Finding("mismatch", "x differs", cause="every element is 2 times too large")
-    unsure = Finding("mismatch", "x differs", details=f"{POSSIBLE}: it is doubled\nlayout: Whole()")
-    other, sure = Finding("hang", "no rank finished"), Finding("mismatch", "x differs", cause="it is zero everywhere")
+    known = Finding("mismatch", "x differs", tensor="x[1].grad", cause="every element is 2 times too large")
+    elsewhere = replace(known, tensor="x[0]")
+    unsure = Finding("mismatch", "x differs", tensor="x[0].grad", details=f"{POSSIBLE}: it is doubled\nlayout: Whole()")
+    other, sure = Finding("hang", "no rank finished"), replace(unsure, cause="it is zero everywhere")
 
     def fault(finding: Finding) -> Fault:
         return fault_class(finding.kind)(GOOD, Trial(Verdict((finding, unsure))))
@@ -77,7 +79,8 @@ def test_the_cause_that_the_first_case_told_is_kept() -> None:
     assert told[0].cause == f"{known.cause} (seen in the case that failed first, before it was shrunk)"
     assert told[0].details == "layout: Whole()"
     assert told[1] == unsure
-    for shrunk, first in ((sure, known), (unsure, unsure), (other, known), (unsure, other)):
+    pairs = ((sure, known), (unsure, unsure), (other, known), (unsure, other), (unsure, elsewhere))
+    for shrunk, first in pairs:
         assert with_cause(fault(shrunk), fault(first)).trial.verdict.findings[0] == shrunk
 
 

@@ -319,6 +319,7 @@ def test_in_place_and_out_forms_write_disturbed_values_where_they_belong(name: s
     assert base is not None
     assert view is not None
     assert again is not None
+    # Not the same bits: strided and dense memory have kernels of their own, and float64 rounds in each.
     assert torch.allclose(view.want, functional(X), rtol=1e-14)
     assert torch.equal(base.residuals[:, 1:7, 1:11:2], view.residuals), "the base holds what the view holds"
     touched = view.deviation != 0
@@ -333,7 +334,7 @@ def test_each_result_of_several_is_disturbed() -> None:
     want = torch.var_mean(X, 0)
     for got, plain in zip(runs, want, strict=True):
         assert ((got - plain).abs().amax(0) > 0.3 * U * plain.abs()).all()
-        assert torch.allclose(got, plain.expand_as(got), rtol=1e-5)
+        assert ((got - plain).abs() < 40 * U * plain.abs()).all(), "as far as roundings, and no further"
     conv, weight = X[None], Y.T[:, :, None].contiguous()
     want = torch.ops.aten.convolution_backward(
         torch.ones(1, 5, 5).double(), conv, weight, [5], [1], [0], [1], False, [0], 1, [True] * 3

@@ -90,6 +90,7 @@ def test_the_reference_computes_undisturbed_beside_its_shadows() -> None:
         plain, beside = (run[name] for run in seen)
         assert plain is not None
         assert beside is not None
+        # Not the same bits: a fused operation and its parts round differently, in float64.
         assert torch.allclose(plain, beside, rtol=1e-12, atol=1e-14)
 
 
@@ -281,11 +282,11 @@ def test_where_rounding_decides_what_is_finite_is_ambiguous() -> None:
     assert 0 < s.slope_rms < 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e306, 1e-290])
+@pytest.mark.parametrize("scale", [2.0**1016, 2.0**-960])
 def test_no_square_leaves_float64(scale: float) -> None:
     usual, s = (one(lambda x=x: x * 3, fmt=FORMATS["fp64"]) for x in (X, X * scale))  # type: ignore[misc]
-    assert s.floor == pytest.approx(usual.floor * scale, rel=0.3)
-    assert s.slope_rms == pytest.approx(usual.slope_rms, rel=0.9)
+    assert s.floor == usual.floor * scale, "the same numbers, times a power of two"
+    assert s.slope_rms == usual.slope_rms
     assert 0 < s.slope_rms < 1e-15
 
 

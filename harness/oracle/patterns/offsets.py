@@ -71,6 +71,7 @@ def off_by_a_constant(evidence: Evidence) -> str | None:
     for sign, word in ((1, "large"), (-1, "small")):
         names = []
         for name, size in evidence.group_sizes.items():
+            # Only what is worth trying: whether it fits, within what rounding allows, is for `fit` to say.
             if math.isclose(float(np.median(errors)), sign * math.log(size), rel_tol=0.1):
                 found = fit(evidence, Explanation(tuple(w + sign * math.log(size) for w in evidence.wants)))
                 if found is not None and found.sure(evidence, 2 * len(evidence.group_sizes)):
