@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hearing import hear_interrupts
 from hypothesis.configuration import storage_directory
 from test_world_ends import Parent
 from trials import CANDIDATES, candidate
 
 from harness.case_file import read
 from harness.cli import main
-from harness.world import signals
 
 SMALL = ("--subject", "linear", "--examples", "5", "--max-world", "2", "--seed", "1")
 ENVIRONMENT = {**os.environ, "COLUMNS": "300"}
@@ -33,7 +33,7 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "300"}
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to start in; the command takes over SIGTERM, which is pytest's here."""
-    monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("harness.world.terminate_cleanly", lambda: None)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -41,11 +41,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def verify(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["verify", *arguments])
-
-
-def hear_interrupts() -> None:
-    """A shell without job control starts what it puts into the background deaf to SIGINT, and its children after it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:

@@ -22,7 +22,6 @@ from harness.report.json_file import write_json
 from harness.report.terminal import print_failures, rows_table
 from harness.verdict import Finding, Verdict
 from harness.verification import verify
-from harness.world import signals
 
 #: What the candidates of speaking.py say.
 WORDS = "lone \ud800 clear \x1b[2J nul \x00 turned \u202e return \r markup [bold]x[/bold] :warning: [/]"
@@ -89,7 +88,7 @@ def test_strict_parsers_read_the_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("Raises", 1), ("Refuses", 0), ("Named", 0), ("Unusable", 1)])
 def test_no_candidate_can_hide_its_row(name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("harness.world.terminate_cleanly", lambda: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "2000")
     named = candidate(f"speaking.py:{name}")
@@ -102,7 +101,7 @@ def test_no_candidate_can_hide_its_row(name: str, code: int, tmp_path: Path, mon
 
 
 def test_replay_prints_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("harness.world.terminate_cleanly", lambda: None)
     for name, code in (("Raises", 1), ("Refuses", 3)):
         result = CliRunner().invoke(main, ["replay", line(f"speaking.py:{name}")])
         assert result.exit_code == code, result.output

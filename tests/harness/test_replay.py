@@ -12,7 +12,6 @@ from trials import BAD, GOOD, line
 
 from harness.case_file import Reproducer, read
 from harness.cli import main
-from harness.world import signals
 from reference.linear import LinearCase
 from reference.mesh import Mesh, MeshCase
 
@@ -20,7 +19,7 @@ from reference.mesh import Mesh, MeshCase
 @pytest.fixture(autouse=True)
 def _leave_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command takes over SIGTERM, which is pytest's here."""
-    monkeypatch.setattr(signals.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("harness.world.terminate_cleanly", lambda: None)
 
 
 def changed(**sizes: Any) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hearing import hear_interrupts
 
 HERE = Path(__file__).parent
 PATIENCE = 20.0  # on a machine with much else to do; measured: 0.1 s
@@ -39,8 +40,7 @@ class Parent:
             stderr=(folder / "stderr").open("w"),
             text=True,
             start_new_session=True,
-            # A shell without job control starts what it puts into the background deaf to SIGINT, children included.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=hear_interrupts,
         )
         self.session = self.process.pid
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hearing import hear_interrupts
 
 SCRIPT = """
 import os, sys, time, weakref
@@ -39,7 +40,7 @@ except (KeyboardInterrupt, Terminated) as error:
 
 def told(number: signal.Signals, again: float, how: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", SCRIPT, str(int(number)), str(again), how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=hear_interrupts)
 
 
 SIGNALS = [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")]
