@@ -128,7 +128,8 @@ def _summed(held: Sequence[LocalTensor], layout: Layout, mesh: Mesh) -> list[Val
         return values
     sums = list(values)
     for group in mesh.groups(axes):
-        total = np.sum([values[rank] for rank in group], axis=0)
+        with np.errstate(invalid="ignore", over="ignore"):  # opposite infinities are in the data now and then
+            total = np.sum([values[rank] for rank in group], axis=0)
         for rank in group:
             sums[rank] = total
     return sums

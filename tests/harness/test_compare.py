@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from harness.observation import LocalTensor, Observation
-from harness.oracle.compare import compare_exact, different, replicas_disagree, same_bits
+from harness.oracle.compare import compare_exact, different, held_values, replicas_disagree, same_bits
 from harness.verdict import Finding
 from reference.layout import Each, Layout, Partial, Split, Whole, partial_axes, window
 from reference.mesh import Mesh
@@ -214,3 +215,13 @@ def test_ranks_without_the_tensor_are_no_replicas() -> None:
     for absent in (Observation(), Observation({"x": None}), Observation({"x": LocalTensor(None, "float32")})):
         assert replicas_disagree("x", Whole(), Mesh.of(dp=2), [ranks[0], absent], (3, 4)) is None
     assert replicas_disagree("x", Whole(), Mesh.of(dp=2), ranks, (3, 4)) is not None
+
+
+def test_opposite_infinities_in_parts_of_a_sum_are_nan_without_a_warning() -> None:
+    parts = [np.array([np.inf, 1.0]), np.array([-np.inf, 2.0])]
+    want = np.array([np.nan, 3.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = held_values("x", (2,), Partial("tp"), "float64", Mesh.of(tp=2), observed(parts))
+    assert isinstance(sums, list)
+    assert all(not different(values, want).any() for values in sums)
