@@ -222,6 +222,6 @@ def test_opposite_infinities_in_parts_of_a_sum_are_nan_without_a_warning() -> No
     want = np.array([np.nan, 3.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sums = held_values("x", (2,), Partial("tp"), "float64", Mesh.of(tp=2), observed(parts))
+        sums = held_values("x", (2,), Partial("tp"), "float32", Mesh.of(tp=2), observed(parts))
     assert isinstance(sums, list)
     assert all(not different(values, want).any() for values in sums)
