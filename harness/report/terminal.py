@@ -1,4 +1,4 @@
-"""The run on a terminal: a progress bar, a table of rows, and every failure in full."""
+"""The run as text: progress, every failure in full, and a table of rows."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from harness.events import (
 )
 from harness.printable import printable
 from harness.report.console import plain, print_line
+from harness.report.progress_log import ProgressLog, result_text
 from harness.report.streams import CannotPrint
 from harness.verdict import Finding
 
@@ -31,7 +32,8 @@ _MOST_DETAIL_LINES = 40
 
 
 class TerminalReport:
-    """Consumes events. Results go to ``console``; the progress bar goes to stderr and only to a terminal.
+    """Consumes events. Results go to ``console``; the progress bar goes to stderr and only to a terminal. Where
+    ``console`` is none, progress goes there as lines, so that the log of a CI job is not silent for minutes.
 
     ``unwritten``: why results could not be written. The run goes on: its exit code and its files are results too.
     """
@@ -39,6 +41,7 @@ class TerminalReport:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.unwritten: CannotPrint | None = None
+        self._log = None if console.file.isatty() else ProgressLog(console)
         self._libraries: dict[str, str] = {}
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -64,6 +67,8 @@ class TerminalReport:
             self.unwritten = error
 
     def _tell(self, event: Event) -> None:
+        if self._log is not None:
+            self._log(event)
         if isinstance(event, RunStarted):
             print_line(self.console, f"seed {event.seed}")
         elif isinstance(event, CandidateDescribed):
@@ -93,15 +98,13 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
         table.add_column(column, justify="right")
     table.add_column("note", overflow="fold")
     for row in rows:
-        kinds = ", ".join(sorted({failure.kind for failure in row.failures}))
-        result = f"{row.result}: {kinds}" if kinds else row.result
         library = "" if row.result == "not offered" else libraries.get(row.candidate, "")
         ran = row.result != "not offered"
         table.add_row(
             plain(row.candidate.rpartition("/")[2]),  # of a file its name; the failures name it in full
             plain(library),
             row.subject,
-            plain(result, _STYLES[row.result]),
+            plain(result_text(row), _STYLES[row.result]),
             str(row.examples) if ran else "",
             str(row.meshes) if ran else "",
             f"{row.seconds:.1f} s" if ran else "",

@@ -55,8 +55,9 @@ def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 def test_all_holds(folder: Path) -> None:
     result = verify(candidate("right.py:Right"), *SMALL)
     assert result.exit_code == 0, result.output
-    first, *others = result.output.splitlines()
-    assert first == "seed 1"
+    first, started, *others = result.output.splitlines()
+    assert (first, started) == ("seed 1", "right.py:Right linear: 5 examples to run")
+    assert re.fullmatch(r"right.py:Right linear: held, 5 examples in \d+\.\d s", others[0])
     assert re.search(r"right.py:Right +Right +linear +held +5 ", others[-1])
     assert list(folder.iterdir()) == [], "nothing is saved where nothing fails"
 
@@ -72,13 +73,15 @@ def test_hypothesis_leaves_nothing(folder: Path) -> None:
 def test_a_failure_is_told_with_all_that_is_needed(folder: Path) -> None:
     result = verify(candidate("returning.py:NaN"), *SMALL, "--save", "kept", "--json", "run.json")
     assert result.exit_code == 1
-    lines = result.output.splitlines()
-    assert lines[0] == "seed 1"
-    assert lines[1] == f"mismatch: {candidate('returning.py:NaN')}, linear"
-    assert lines[2] == "  output[0] differs from one process on rank 0: 1 of 1 elements"
+    seed, _, failed, row, *lines = result.output.splitlines()
+    assert seed == "seed 1"
+    assert re.fullmatch(r"returning.py:NaN linear: case \d failed", failed)
+    assert row.startswith("returning.py:NaN linear: fault: mismatch, ")
+    assert lines[0] == f"mismatch: {candidate('returning.py:NaN')}, linear"
+    assert lines[1] == "  output[0] differs from one process on rank 0: 1 of 1 elements"
     assert re.fullmatch(
         r"    rank 0: first wrong element \[0, 0, 0\] of output\[0\] \(local \[0, 0\]\): got nan, want -?\d+\.0",
-        lines[3],
+        lines[2],
     )
     (case,) = (text.removeprefix("  case: ") for text in lines if text.startswith("  case: "))
     (replay,) = (text for text in lines if text.startswith("  replay: "))
@@ -103,7 +106,7 @@ def test_an_unusable_candidate_is_told_once_for_all_subjects() -> None:
     result = verify(candidate("raising_on_import.py:Mine"), "--examples", "5")
     assert result.exit_code == 1
     assert result.output.count("ModuleNotFoundError: No module named 'no_such_library'") == 1
-    assert result.output.count("fault: error") == 2
+    assert result.output.count("fault: error") == 4, "as progress, and in the table"
     assert "replay" not in result.output
 
 
@@ -241,8 +244,8 @@ def test_the_printed_line_reproduces_the_failure_in_a_new_process(folder: Path) 
     command = line.replace("shardproof", f"{sys.executable} -m harness.cli", 1)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 1, done.stderr
-    told = result.output.splitlines()
-    assert done.stdout.splitlines()[:3] == told[1:4], "the same finding, word for word"
+    *_, told = result.output.partition("\nmismatch: ")
+    assert done.stdout.splitlines()[:3] == f"mismatch: {told}".splitlines()[:3], "the same finding, word for word"
 
 
 @pytest.fixture
