@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import WrongUse
-from harness.find import file_of, is_file
+from harness.find import file_of
 from harness.properties import PROPERTIES, property_of
+from harness.source import is_file
 from reference.codec import MalformedCase, decode, encode
 
 FORMAT = 1

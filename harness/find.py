@@ -17,6 +17,7 @@ from types import ModuleType
 
 from harness.candidate import Candidate
 from harness.errors import WrongUse
+from harness.source import class_is_missing, is_file, is_path, search_here
 
 ENTRY_POINTS = "shardproof.candidates"
 
@@ -56,13 +57,14 @@ def parse_spec(text: str) -> Spec:
     if ":" not in base:
         if base not in known:
             raise UnknownCandidate(
-                f"unknown candidate {base!r}: expected one of {', '.join(known)}, "
+                class_is_missing(text)
+                or f"unknown candidate {base!r}: expected one of {', '.join(known)}, "
                 "or your own as pkg.module:Class or path/to/file.py:Class"
             )
         return Spec(text, known[base], variant or None)
     if not module or not name.isidentifier():
         raise UnknownCandidate(f"candidate {text!r}: expected pkg.module:Class or path/to/file.py:Class")
-    if _is_path(module):
+    if is_path(module):
         path = Path(module).absolute()
         if not is_file(path):
             raise UnknownCandidate(f"candidate {text!r}: there is no file {path}")
@@ -98,7 +100,7 @@ def spec_of(candidate: str | type[Candidate]) -> Spec:
 def load(spec: Spec) -> type[Candidate]:
     """Imports the class. Raises what its module raises, or UnknownCandidate where it is no candidate."""
     source, _, name = spec.target.rpartition(":")
-    module = _load_file(Path(source)) if _is_path(source) else importlib.import_module(source)
+    module = _load_file(Path(source)) if is_path(source) else importlib.import_module(source)
     found = getattr(module, name, None)
     if found is None:
         there = [
@@ -123,31 +125,14 @@ def _is_importable(module: str, file: Path) -> bool:
 def file_of(text: str) -> Path | None:
     """The file that a candidate's name names; None where it names none."""
     module = text.rpartition(":")[0]
-    return Path(module) if _is_path(module) else None
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is such a file. No text is too strange to be asked for: too long, a NUL, links in a circle."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_path(module: str) -> bool:
-    return module.endswith(".py") or "/" in module
+    return Path(module) if is_path(module) else None
 
 
 def _require_module(text: str, module: str) -> None:
     """Looks for the module without importing it: importing is the ranks' business. A parent package is imported."""
     if "" in module.split(".") or not module.isprintable():
         raise UnknownCandidate(f"candidate {text!r}: {module!r} is no module: expected pkg.module:Class")
-    here = str(Path.cwd())
-    # At the end: a harness.py, json.py or torch.py that lies here must not take the place of the one that everybody
-    # means. An editable install may find our packages only after all folders of the path, so theirs comes before.
-    for folder in (str(Path(__file__).parents[1]), here):
-        if folder not in sys.path:
-            sys.path.append(folder)
+    here = search_here()
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:

@@ -17,6 +17,7 @@ from harness.candidate import Candidate
 from harness.candidates.builtin import Builtin
 from harness.errors import WrongUse
 from harness.find import Spec, UnknownCandidate, load, parse_spec, registered, spec_of
+from harness.source import candidates_in
 
 SOURCE = """
 from harness import Candidate
@@ -53,6 +54,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "inside.py").write_text("")
+    (package / "alone.py").write_text(
+        "raise RuntimeError('imported')\nimport harness\nclass Mine(harness.Candidate): pass\n"
+    )
     (tmp_path / "circle.py").symlink_to("circle.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -92,7 +96,20 @@ def test_modules_are_found_and_not_imported() -> None:
         ("", "unknown candidate '': expected one of builtin, "),
         ("bulletin", "unknown candidate 'bulletin': expected one of builtin, megatron-core, torch"),
         ("bulletin", "or your own as pkg.module:Class or path/to/file.py:Class"),
-        ("adapter.py", "unknown candidate 'adapter.py'"),
+        ("adapter.py", "'adapter.py': its class is missing: expected one of adapter.py:Mine, adapter.py:Other"),
+        ("adapter.py+v2", "expected one of adapter.py:Mine+v2, adapter.py:Other+v2"),
+        ("adapter", "candidate 'adapter': its class is missing: expected one of adapter:Mine, adapter:Other"),
+        (
+            "find_package.alone",
+            "candidate 'find_package.alone': its class is missing: expected find_package.alone:Mine",
+        ),
+        ("find_package.inside", "its class is missing, and none in /"),
+        ("find_package.inside", "is seen to derive from harness.Candidate: name yours, find_package.inside:Class"),
+        ("find_package.missing", "unknown candidate 'find_package.missing': expected one of builtin"),
+        ("find_raises", "unknown candidate 'find_raises': expected one of builtin"),
+        ("./find_raises.py", "its class is missing, and none in find_raises.py is seen to derive"),
+        ("missing.py", "candidate 'missing.py': there is no file /"),
+        (".", "unknown candidate '.'"),
         ("+F04", "unknown candidate ''"),
         ("builtin+", "candidate 'builtin+': a variant must follow the '+', for example builtin+F04"),
         ("adapter:", "candidate 'adapter:': expected pkg.module:Class or path/to/file.py:Class"),
@@ -119,6 +136,37 @@ def test_what_cannot_be_found_is_named(text: str, message: str) -> None:
         parse_spec(text)
     assert message in str(caught.value)
     assert isinstance(caught.value, WrongUse)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("class A(Candidate): pass\nclass B(A): pass", ["A", "B"]),
+        ("from harness.candidate import Candidate as C, Sharded\nclass A(Mixin, C): pass", ["A"]),
+        ("import harness as h\nclass A(h.Candidate): pass\nclass _Base(A): pass\nclass B(_Base): pass", ["A", "B"]),
+        ("try:\n    class A(Candidate): pass\nexcept E:\n    class A(Candidate): pass", ["A"]),
+        ("class A(Unknown): pass\nclass B: pass", []),
+        ("def f():\n    class A(Candidate): pass\nclass B:\n    class C(Candidate): pass", []),
+        ("class broken(:", []),
+        ("\x00", []),
+    ],
+)
+def test_candidates_are_seen_in_the_text(folder: Path, source: str, found: list[str]) -> None:
+    (folder / "seen.py").write_text(f"from harness import Candidate\n{source}")
+    assert candidates_in(folder / "seen.py") == found
+
+
+def test_a_candidate_of_another_library_is_none(folder: Path) -> None:
+    (folder / "seen.py").write_text("from elsewhere import Candidate\nclass A(Candidate): pass")
+    assert candidates_in(folder / "seen.py") == []
+
+
+def test_looking_for_classes_imports_nothing(folder: Path) -> None:
+    for text in ("find_package.alone", "find_package.inside", "find_raises", "find_raises.py"):
+        with pytest.raises(UnknownCandidate):
+            parse_spec(text)
+    assert not {"find_package", "find_package.alone", "find_raises"} & set(sys.modules)
+    assert candidates_in(folder / "no_such_file.py") == candidates_in(folder) == []
 
 
 def test_the_spec_of_a_class_names_its_module() -> None:
