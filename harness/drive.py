@@ -14,20 +14,20 @@ from harness.exercise import Exercise, MicroBatch
 from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation
 from harness.session import phase
+from harness.wiring import initial, layout_of, require_known, require_parameter, require_sharded
 from reference.layout import Layout, of_gradient
 
 
 def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
     """Builds the module, gives it its parameters, runs every micro-batch, and reads what came of it.
 
-    Raises WrongResult where the candidate hands back something that is not what was asked for, and CandidateRaised
-    where its code raises.
+    Raises WrongAdapter where the candidate describes what it built wrongly, WrongResult where the module hands back
+    something that is not what was asked for, and CandidateRaised where its code raises.
     """
     with phase("build"):
-        sharded = build()
-    if not isinstance(sharded, Sharded):
-        raise WrongResult(f"build returned {reprlib.repr(sharded)}; expected Sharded(module, weight=Split(0, 'tp'))")
-    exercise.names.require_known(sharded)
+        built = build()
+    sharded = require_sharded(built)
+    require_known(exercise.names, sharded)
     return _Drive(exercise, sharded).run()
 
 
@@ -53,7 +53,7 @@ class _Drive:
         with phase("build"):
             held = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
         for name, parameter in held.items():
-            self.tensors[f"{name}.initial"] = local_tensor(f"parameter {name}", parameter)
+            self.tensors[f"{name}.initial"] = initial(name, parameter)
             if name in self.sharded.layouts:
                 self.layouts[f"{name}.initial"] = self.sharded.layouts[name]
         if self.exercise.only_initial:
@@ -71,12 +71,10 @@ class _Drive:
 
     def _load(self, held: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in held.items():
-            if name not in self.sharded.layouts:
-                raise WrongResult(f"no layout is given for parameter {name!r}: Sharded(..., {name}=Split(0, 'tp'))")
-            given, layout = self.exercise.parameters[name], self.sharded.layouts[name]
-            part = self.exercise.window(tuple(given.values.shape), layout).take(given.values)
-            local, what = as_local(parameter), f"parameter {name}"
-            require_like(f"{what} with layout {layout}", local, tuple(part.shape), self.exercise.dtype)
+            given, layout = self.exercise.parameters[name], layout_of(name, self.sharded)
+            shape, what = tuple(given.values.shape), f"parameter {name}"
+            part, local = self.exercise.window(what, shape, layout).take(given.values), as_local(parameter)
+            require_parameter(name, local, layout, shape, tuple(part.shape), self.exercise.dtype)
             with phase(f"setting {what}"):
                 with torch.no_grad():
                     local.copy_(part)
@@ -103,7 +101,7 @@ class _Drive:
             of_grad = exercise.said(sharded.grads, name) or (said and of_gradient(said))
             if of_grad:
                 self.layouts[f"{name}.grad"] = of_grad
-            inputs[name] = exercise.local(given, said).requires_grad_(given.requires_grad)
+            inputs[name] = exercise.local(name, given, said).requires_grad_(given.requires_grad)
             self.purity.watch(name, inputs[name])
         with phase(f"forward of micro-batch {m}"):
             returned = sharded.forward(*inputs.values())
@@ -123,7 +121,7 @@ class _Drive:
         for (name, result), value in zip(wanted.items(), several, strict=True):
             said = self.exercise.said(self.sharded.outputs, name)
             layout = self.layouts[name] = said or result.layout
-            shape = self.exercise.window(result.shape, layout).shape
+            shape = self.exercise.window(name, result.shape, layout).shape
             if not isinstance(value, torch.Tensor):
                 raise WrongResult(
                     f"forward returned {reprlib.repr(value)} as {name}; expected a tensor of local shape {shape}"
@@ -142,8 +140,8 @@ class _Drive:
                     f"the output of micro-batch {m} does not require a gradient, although an input or parameter does"
                 )
             first = next(iter(flight.outputs))
-            gradient = self.exercise.local(micro_batch.output_grad, of_gradient(self.layouts[first]))
             what = f"the gradient of {first}"
+            gradient = self.exercise.local(what, micro_batch.output_grad, of_gradient(self.layouts[first]))
             self.purity.watch(what, gradient)
             done.append(what)
             with phase(f"backward of micro-batch {m}"):
@@ -168,5 +166,6 @@ class _Drive:
         said = exercise.said(self.sharded.grads, name)
         if said is not None:
             shape = tuple(exercise.parameters[name].values.shape)
-            exercise.window((exercise.mesh.axis_size(exercise.replica_axes), *shape), said)  # refuses what does not fit
+            replicas = exercise.mesh.axis_size(exercise.replica_axes)
+            exercise.window(what, (replicas, *shape), said)  # refuses what does not fit
             self.layouts[what] = said

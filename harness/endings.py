@@ -14,6 +14,7 @@ _KINDS: dict[str, Kind] = {
     "CandidateRaised": "error",
     "WrongDeclaration": "error",
     "NotOffered": "error",
+    "WrongAdapter": "error",
     "WrongResult": "mismatch",
 }
 
@@ -68,6 +69,8 @@ def _said(error: Raised, first: str, who: str) -> str:
             return f"the candidate's declarations cannot be used: {first}"
         case "NotOffered":
             return f"the candidate refused the case on {who} only, and must refuse it on every rank or none: {first}"
+        case "WrongAdapter":
+            return f"the adapter does not fit on {who}: {first}"
         case "WrongResult":
             return f"wrong result on {who}: {first}"
         case _:

@@ -8,9 +8,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from harness.candidate import Sharded
-from harness.local import WrongResult, permuted
-from reference.layout import Layout, Window, partial_axes, window, with_each
+from harness.local import WrongAdapter, permuted
+from reference.layout import Layout, Window, layout_text, partial_axes, window, with_each
 from reference.mesh import Mesh
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
@@ -51,27 +50,6 @@ class Names:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def require_known(self, sharded: Sharded) -> None:
-        """Raises WrongResult for a name that the subject does not have: a misspelt layout must not be left out."""
-        parameters = ", ".join(self.parameters)
-        for name, layout in sharded.layouts.items():
-            if name not in self.parameters:
-                raise WrongResult(
-                    f"Sharded(..., {name}={layout}) is the layout of no parameter: expected {parameters}, or an "
-                    "argument: forward, parameters, grads, inputs, outputs, read_grad, finish"
-                )
-        for argument, given, known in (
-            ("parameters", sharded.parameters, self.parameters),
-            ("grads", sharded.grads, self.parameters + self.inputs),
-            ("inputs", sharded.inputs, self.inputs),
-            ("outputs", sharded.outputs, self.outputs),
-        ):
-            for name in given:
-                if name not in known:
-                    raise WrongResult(
-                        f"Sharded(..., {argument}=...) names {name!r}: expected some of {', '.join(known)}"
-                    )
-
 
 @dataclass(frozen=True)
 class Exercise:
@@ -111,15 +89,15 @@ class Exercise:
         try:
             return with_each(layout, self.replica_axes)
         except ValueError as error:
-            raise WrongResult(f"the layout {layout} of {name} does not fit: {error}") from None
+            raise WrongAdapter(_misfit(name, layout, error)) from None
 
-    def local(self, given: Given, layout: Layout | None = None) -> torch.Tensor:
-        """This rank's part, in the dtype under test, as a tensor of its own.
+    def local(self, name: str, given: Given, layout: Layout | None = None) -> torch.Tensor:
+        """This rank's part of a tensor that goes in, in the dtype under test, as a tensor of its own.
 
         Of a partial tensor every element is on one of the ranks, and zero on the others.
         """
         layout = layout or given.layout
-        part = self.window(tuple(given.values.shape), layout).take(given.values).to(self.dtype)
+        part = self.window(name, tuple(given.values.shape), layout).take(given.values).to(self.dtype)
         axes = partial_axes(layout)
         if axes:
             elements = torch.arange(part.numel()).view(part.shape)
@@ -127,9 +105,13 @@ class Exercise:
             part = torch.where(mine, part, 0)
         return permuted(part) if self.transposed else part.clone(memory_format=torch.contiguous_format)
 
-    def window(self, shape: tuple[int, ...], layout: Layout) -> Window:
-        """This rank's window. Raises WrongResult where a layout, which can only be the candidate's, does not fit."""
+    def window(self, name: str, shape: tuple[int, ...], layout: Layout) -> Window:
+        """This rank's window. Raises WrongAdapter where a layout, which can only be the candidate's, does not fit."""
         try:
             return window(shape, layout, self.mesh, self.rank)
         except ValueError as error:
-            raise WrongResult(f"a layout does not fit: {error}") from None
+            raise WrongAdapter(_misfit(name, layout, error)) from None
+
+
+def _misfit(name: str, layout: Layout, error: ValueError) -> str:
+    return f"the layout {layout_text(layout)} of {name} does not fit, correct it in Sharded(...): {error}"

@@ -16,6 +16,11 @@ class WrongResult(Exception):
     """What the candidate handed back is not what was asked for: shape, dtype, device, number or kind."""
 
 
+class WrongAdapter(Exception):
+    """How a candidate describes what it built does not fit: names, layouts, the form of parameters. No statement about
+    what its layer computes."""
+
+
 def as_local(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,7 @@ Kind = Literal[
     "traffic",  # other collectives than the algebra needs
     "hang",  # ranks wait for each other
     "crash",  # a rank's process died
-    "error",  # the candidate raised
+    "error",  # the candidate raised, or its adapter does not fit the subject
     "flaky",  # failed once, held in fresh processes
     "harness",  # our own fault
 ]

@@ -71,7 +71,6 @@ def test_an_exception_before_the_case_is_the_candidates(name: str, message: str)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoSharded", "build returned Linear(in_fea...=2, bias=True); expected Sharded(module, weight=Split(0, 'tp'))"),
         ("Nothing", "forward returned None as output[0]; expected a tensor of local shape (1, 2)"),
         ("WrongShape", "output[0] has local shape (1, 4); expected (1, 2)"),
         ("WrongDtype", "output[0] has dtype torch.float64; expected torch.float32"),
@@ -80,11 +79,6 @@ def test_an_exception_before_the_case_is_the_candidates(name: str, message: str)
         ("TooFew", "forward returned 0 values; expected 1: output[0]"),
         ("Sparse", "output[0] is a tensor of layout torch.sparse_coo; expected a dense one (torch.strided)"),
         ("Detached", "the output of micro-batch 0 does not require a gradient, although an input or parameter does"),
-        ("OnMeta", "parameter weight is on device meta; expected cpu"),
-        ("NoLayout", "no layout is given for parameter 'bias': Sharded(..., bias=Split(0, 'tp'))"),
-        ("WrongParameterShape", "with layout Split(1, 'tp') has local shape (2, 2); expected (4, 1)"),
-        ("LayoutThatDoesNotFit", "a layout does not fit: Split(5, "),
-        ("GradientLayoutThatDoesNotFit", "the sizes must be 2 lengths that add up to 4"),
         ("GradientIsNoTensor", "weight.grad is 'gradient'; expected a tensor"),
     ],
 )
@@ -92,6 +86,40 @@ def test_what_is_handed_back_must_be_what_was_asked_for(name: str, message: str)
     finding = only_finding(f"returning.py:{name}")
     assert finding.kind == "mismatch"
     assert finding.message.startswith("wrong result on every rank: ")
+    assert message in finding.message
+    assert finding.details == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoSharded", "build returned Linear(in_fea...=2, bias=True); expected Sharded(module, weight=Split(0, 'tp'))"),
+        ("NoLayout", "no layout is given for parameter 'bias': say how it is cut, for example Sharded(..., bias=Split"),
+        (
+            "WrongParameterShape",
+            "parameter weight has local shape (2, 2); expected (4, 1), as layout Split(1, 'tp') cuts the global shape "
+            "(4, 2): correct the layout, Sharded(..., weight=...), or the module's size",
+        ),
+        (
+            "WrongParameterDtype",
+            "parameter bias has dtype torch.float64; expected torch.float32: build the module with case.format.torch_d",
+        ),
+        (
+            "OnMeta",
+            "parameter weight is on device meta; expected cpu: build it so, or pass another with Sharded(..., p",
+        ),
+        (
+            "LayoutThatDoesNotFit",
+            "the layout Split(5, 'tp') of output[0] does not fit, correct it in Sharded(...): Spl",
+        ),
+        ("GradientLayoutThatDoesNotFit", "of bias.grad does not fit, correct it in Sharded(...): Split(0, 'tp', sizes"),
+        ("GradientLayoutThatDoesNotFit", "the sizes must be 2 lengths that add up to 4"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_says_nothing_of_the_layer(name: str, message: str) -> None:
+    finding = only_finding(f"returning.py:{name}")
+    assert finding.kind == "error"
+    assert finding.message.startswith("the adapter does not fit on every rank: ")
     assert message in finding.message
     assert finding.details == ""
 

@@ -30,8 +30,8 @@ def test_what_is_said_is_used(name: str) -> None:
 def test_a_sum_over_the_axes_of_the_replicas_does_not_fit() -> None:
     with bench("saying.py:GradientOverReplicas") as made:
         (finding,) = judge(made, REPLICAS).findings
-    assert finding.kind == "mismatch"
-    assert "of weight does not fit: axis 'dp' is used twice" in finding.message
+    assert finding.kind == "error"
+    assert "of weight does not fit, correct it in Sharded(...): axis 'dp' is used twice" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_sum_over_the_axes_of_the_replicas_does_not_fit() -> None:
 )
 def test_a_name_that_the_subject_does_not_have(name: str, message: str) -> None:
     finding = only_finding(f"saying.py:{name}")
-    assert finding.kind == "mismatch"
+    assert finding.kind == "error"
     assert message in finding.message
 
 

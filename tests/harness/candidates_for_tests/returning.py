@@ -96,6 +96,12 @@ class WrongParameterShape(Right):
         return Sharded(made.module, forward=made.forward, weight=Split(1, "tp"), bias=Split(0, "tp"))
 
 
+class WrongParameterDtype(Right):
+    def built(self, made: Sharded) -> Any:
+        made.module.bias.data = made.module.bias.data.double()  # type: ignore[attr-defined]
+        return made
+
+
 class GradientIsNoTensor(Right):
     def built(self, made: Sharded) -> Any:
         made.read_grad = lambda parameter: "gradient"  # type: ignore[assignment,return-value]
