@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from harness import describe
-from harness.endings import findings_of, rejection_of, unknown_of
+from harness.endings import findings_of, message_of, rejection_of
 from harness.find import Spec, UnknownCandidate, spec_of
+from harness.oracle.soundness import UnsoundReference
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
@@ -48,7 +49,8 @@ class Bench:
 
     Ranks live from case to case, one pool a world size, and are replaced after every failure.
 
-    Raises CandidateUnusable where the candidate's class cannot be imported or declares nonsense.
+    Raises CandidateUnusable where the candidate's class cannot be imported or made, UnknownCandidate where there is no
+    such class or variant, WrongDeclaration where what it declares cannot be used.
     """
 
     def __init__(self, spec: Spec | str, *, deadline: float = 30.0, quiet: float = 5.0) -> None:
@@ -111,9 +113,12 @@ class Bench:
 
     def _describe(self) -> Description:
         outcome = self._pools.get(1).run(describe.on_rank, self.spec, label=_DESCRIBE)
-        refused = rejection_of(outcome) or unknown_of(outcome)
+        refused = rejection_of(outcome) or message_of(outcome, UnknownCandidate)
         if refused is not None:
             raise UnknownCandidate(f"candidate {self.spec.text!r}: {refused}")
+        declared = message_of(outcome, describe.WrongDeclaration)
+        if declared is not None:
+            raise describe.WrongDeclaration(f"candidate {self.spec.text!r} declares what cannot be used: {declared}")
         if outcome.kind != "ok":
             raise CandidateUnusable(self.spec, findings_of(outcome, None))
         (description,) = outcome.values()
@@ -194,5 +199,7 @@ def _side_effects(case: Any, worlds: Sequence[World]) -> tuple[Finding, ...]:
 
 
 def _own_fault(what: str, error: Exception) -> Finding:
+    if isinstance(error, UnsoundReference):
+        return Finding("harness", str(error))
     text = "".join(traceback.format_exception(error)).rstrip()
     return Finding("harness", f"{what} {type(error).__name__}: {error}", details=text)

@@ -6,20 +6,24 @@ import importlib.metadata
 from collections.abc import Iterable
 
 from harness.candidate import Candidate, NotOffered
+from harness.errors import WrongUse
 from harness.find import Spec
 from harness.properties.base import Description
-from harness.session import CandidateRaised, Session, phase
+from harness.session import Session, phase
 from harness.world import RankContext
 from reference.dtypes import FORMATS
 from reference.mesh import AXES
 
 
-class WrongDeclaration(CandidateRaised):
-    """What the candidate declares cannot be used; the message names the attribute, its value and what is expected."""
+class WrongDeclaration(WrongUse):
+    """What the candidate declares cannot be used; the message names the attribute, its value and what is expected.
+
+    Wrong use, as is a class or variant that is not there: nothing of the candidate was tried yet.
+    """
 
 
 def on_rank(context: RankContext, spec: Spec) -> Description:
-    """The candidate's declarations. Raises CandidateRaised or WrongDeclaration where they are not usable."""
+    """The candidate's declarations. Raises CandidateRaised where its code raises, else WrongDeclaration."""
     session = Session(spec)
     with phase("its declarations"):
         missing = [name for name in _strings("requires", session.kind.requires) if version_of(name) is None]
@@ -56,12 +60,14 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         raise WrongDeclaration(f"uneven is {candidate.uneven!r}; expected 'balanced' or 'chunk'")
     if candidate.initialization not in ("full", "per_rank", None):
         raise WrongDeclaration(f"initialization is {candidate.initialization!r}; expected 'full', 'per_rank' or None")
-    token_dims = tuple(candidate.token_dims)
-    if not token_dims or not all(isinstance(n, int) and 1 <= n <= 4 for n in token_dims):
-        raise WrongDeclaration(f"token_dims is {token_dims}; expected whole numbers from 1 to 4")
+    token_dims: object = candidate.token_dims
+    counts = tuple(token_dims) if isinstance(token_dims, Iterable) else ()
+    if not counts or not all(isinstance(n, int) and 1 <= n <= 4 for n in counts):
+        raise WrongDeclaration(f"token_dims is {token_dims!r}; expected whole numbers from 1 to 4, for example (2,)")
     for name in ("largest_mesh", "meshes_at_once"):
-        if int(getattr(candidate, name)) < 1:
-            raise WrongDeclaration(f"{name} is {getattr(candidate, name)}; expected at least 1")
+        number = getattr(candidate, name)
+        if not isinstance(number, int) or number < 1:
+            raise WrongDeclaration(f"{name} is {number!r}; expected a whole number of at least 1")
     return Description(
         spec=spec.text,
         name=candidate.name or type(candidate).__name__,
@@ -72,14 +78,16 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         axes=axes,
         supports=supports,
         uneven=candidate.uneven,
-        token_dims=token_dims,
-        largest_mesh=int(candidate.largest_mesh),
-        meshes_at_once=int(candidate.meshes_at_once),
+        token_dims=counts,
+        largest_mesh=candidate.largest_mesh,
+        meshes_at_once=candidate.meshes_at_once,
         initialization=candidate.initialization,
     )
 
 
-def _strings(name: str, value: Iterable[str]) -> list[str]:
+def _strings(name: str, value: object) -> list[str]:
     if isinstance(value, str):
         raise WrongDeclaration(f"{name} is the string {value!r}; expected several, for example ({value!r},)")
+    if not isinstance(value, Iterable) or not all(isinstance(text, str) for text in value):
+        raise WrongDeclaration(f"{name} is {value!r}; expected several strings, for example (), or ('one', 'two')")
     return list(value)

@@ -9,10 +9,9 @@ from harness.verdict import Finding, Kind
 from harness.world import Blocked, Died, Outcome, Raised
 from reference.mesh import Mesh
 
-# What the exceptions of harness.session, harness.describe and harness.local mean when they arrive from a rank.
+# What the exceptions of harness.session, harness.candidate and harness.local mean when they arrive from a rank.
 _KINDS: dict[str, Kind] = {
     "CandidateRaised": "error",
-    "WrongDeclaration": "error",
     "NotOffered": "error",
     "WrongAdapter": "error",
     "WrongResult": "mismatch",
@@ -28,9 +27,9 @@ def rejection_of(outcome: Outcome) -> str | None:
     return answers[0].message if len(answers) == len(outcome.ranks) else None
 
 
-def unknown_of(outcome: Outcome) -> str | None:
-    """Why there is no such candidate: its module has no such class, or that is no candidate."""
-    return next((e.message for e in outcome.ranks if isinstance(e, Raised) and _name(e) == "UnknownCandidate"), None)
+def message_of(outcome: Outcome, kind: type[Exception]) -> str | None:
+    """What a rank said that raised an exception of this class, or None."""
+    return next((e.message for e in outcome.ranks if isinstance(e, Raised) and _name(e) == kind.__name__), None)
 
 
 def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
@@ -65,8 +64,6 @@ def _said(error: Raised, first: str, who: str) -> str:
         case "CandidateRaised":
             phase, _, what = first.partition(": ")
             return f"the candidate raised {phase} on {who}: {what}"
-        case "WrongDeclaration":
-            return f"the candidate's declarations cannot be used: {first}"
         case "NotOffered":
             return f"the candidate refused the case on {who} only, and must refuse it on every rank or none: {first}"
         case "WrongAdapter":

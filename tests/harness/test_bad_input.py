@@ -9,6 +9,7 @@ import pytest
 from trials import BAD, CANDIDATES, GOOD, LIVE, ON_PAPER, bench, candidate, judge, only_finding
 
 from harness.bench import Bench, CandidateUnusable
+from harness.errors import WrongUse
 from harness.find import UnknownCandidate
 from harness.verdict import Finding
 
@@ -276,13 +277,6 @@ def test_groups_of_which_there_is_none_are_not_passed(name: str, case: object) -
         ),
         ("raising.py:InConstruction", "error", "the candidate raised in construction on rank 0: RuntimeError: no lice"),
         ("dying_on_import.py:Mine", "crash", "rank 0 died: exited with code 7 without returning"),
-        ("declaring.py:UnknownFeature", "error", "supports names 'teleportation'; expected some of column_weight_at"),
-        ("declaring.py:UnknownDtype", "error", f"dtypes is ('fp32', 'fp8'); expected some of {DTYPES}"),
-        ("declaring.py:UnknownAxis", "error", "axes is ('tp', 'fsdp'); expected 'tp' and some of tp, cp, ep, dp, pp"),
-        ("declaring.py:OneString", "error", "dtypes is the string 'fp32'; expected several, for example ('fp32',)"),
-        ("declaring.py:UnknownCut", "error", "uneven is 'left'; expected 'balanced' or 'chunk'"),
-        ("declaring.py:NoTokens", "error", "token_dims is (0,); expected whole numbers from 1 to 4"),
-        ("declaring.py:NoMesh", "error", "largest_mesh is 0; expected at least 1"),
     ],
 )
 def test_a_candidate_that_cannot_be_described_is_a_finding(name: str, kind: str, message: str) -> None:
@@ -292,9 +286,33 @@ def test_a_candidate_that_cannot_be_described_is_a_finding(name: str, kind: str,
     assert finding.kind == kind
     assert message in finding.message
     assert "/harness/find.py" not in finding.details
-    if name.startswith("declaring"):
-        assert finding.message.startswith("the candidate's declarations cannot be used: ")
-        assert finding.details == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("UnknownFeature", "supports names 'teleportation'; expected some of column_weight_at_call, "),
+        ("UnknownDtype", f"dtypes is ('fp32', 'fp8'); expected some of {DTYPES}"),
+        ("UnknownAxis", "axes is ('tp', 'fsdp'); expected 'tp' and some of tp, cp, ep, dp, pp"),
+        ("OneString", "dtypes is the string 'fp32'; expected several, for example ('fp32',)"),
+        ("NoStrings", "supports is None; expected several strings, for example (), or ('one', 'two')"),
+        ("UnknownCut", "uneven is 'left'; expected 'balanced' or 'chunk'"),
+        ("NoTokens", "token_dims is (0,); expected whole numbers from 1 to 4, for example (2,)"),
+        ("OneNumber", "token_dims is 2; expected whole numbers from 1 to 4, for example (2,)"),
+        ("NoMesh", "largest_mesh is 0; expected a whole number of at least 1"),
+        ("NoNumber", "meshes_at_once is 'one'; expected a whole number of at least 1"),
+    ],
+)
+def test_declarations_that_cannot_be_used_are_wrong_use(name: str, message: str) -> None:
+    named = candidate(f"declaring.py:{name}")
+    with pytest.raises(WrongUse) as caught:
+        Bench(named)
+    assert str(caught.value).startswith(f"candidate {named!r} declares what cannot be used: {message}")
+
+
+def test_what_a_declaration_raises_is_the_candidates() -> None:
+    with pytest.raises(CandidateUnusable, match="the candidate raised in its declarations on rank 0: KeyError: 'axes'"):
+        Bench(candidate("declaring.py:Raises"))
 
 
 def test_broken_syntax_shows_the_line(tmp_path: Path) -> None:

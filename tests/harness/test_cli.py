@@ -126,6 +126,7 @@ def test_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
         ([f"{CANDIDATES}/right.py:Nope"], "right.py has no 'Nope'; candidates in it: Right"),
         ([f"{CANDIDATES}/declaring.py:NoCandidate"], "expected a subclass of harness.Candidate"),
         ([f"{CANDIDATES}/right.py:Right+v2"], "Right has no variants, but was asked for +v2: leave it out"),
+        ([f"{CANDIDATES}/declaring.py:UnknownFeature"], "declares what cannot be used: supports names 'teleportation'"),
         (["builtin+F99"], "F99"),
         ([], "Missing argument 'CANDIDATE...'"),
         (["builtin", "--subject", "lineal"], "unknown subject 'lineal': expected one of mesh, linear"),

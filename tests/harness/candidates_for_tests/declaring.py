@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from right import Right
 
 
@@ -21,6 +23,10 @@ class OneString(Right):
     dtypes = "fp32"
 
 
+class NoStrings(Right):
+    supports = None  # type: ignore[assignment]
+
+
 class UnknownCut(Right):
     uneven = "left"  # type: ignore[assignment]
 
@@ -29,8 +35,22 @@ class NoTokens(Right):
     token_dims = (0,)
 
 
+class OneNumber(Right):
+    token_dims = 2  # type: ignore[assignment]
+
+
 class NoMesh(Right):
     largest_mesh = 0
+
+
+class NoNumber(Right):
+    meshes_at_once = "one"  # type: ignore[assignment]
+
+
+class Raises(Right):
+    @property
+    def axes(self) -> Any:
+        raise KeyError("axes")
 
 
 class Missing(Right):
