@@ -28,6 +28,7 @@ from harness.report.streams import CannotPrint
 from harness.verdict import Finding
 
 _STYLES = {"held": "green", "fault": "bold red", "not offered": "dim", "nothing ran": "yellow"}
+_MOST_FINDINGS = 4
 _MOST_DETAIL_LINES = 40
 
 
@@ -142,10 +143,11 @@ def print_failure(console: Console, failure: Failure) -> None:
     made = failure.reproducer
     title = made.candidate if made.case is None else f"{made.candidate}, {made.subject}"
     print_line(console, f"{failure.kind}: {title}", "bold red")
-    for finding in failure.verdict.findings[:4]:
+    findings = causes_first(failure.verdict.findings)
+    for finding in findings[:_MOST_FINDINGS]:
         for text in finding_lines(finding):
             line(f"  {text}")
-    hidden = len(failure.verdict.findings) - 4
+    hidden = len(findings) - _MOST_FINDINGS
     if hidden > 0:
         line(f"  and {hidden} more findings")
     if made.case is not None:
@@ -156,6 +158,11 @@ def print_failure(console: Console, failure: Failure) -> None:
     if failure.not_saved is not None:
         line(f"  not saved: {failure.not_saved}")
     line("")
+
+
+def causes_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Side effects before the rest, gravest first: an input that was changed explains what is wrong after it."""
+    return sorted(findings, key=lambda finding: finding.kind != "side-effect")
 
 
 def finding_lines(finding: Finding) -> list[str]:

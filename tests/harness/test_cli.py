@@ -21,10 +21,12 @@ from click.testing import CliRunner, Result
 from hearing import hear_interrupts
 from hypothesis.configuration import storage_directory
 from test_world_ends import Parent
-from trials import CANDIDATES, candidate
+from trials import CANDIDATES, candidate, line
 
 from harness.case_file import read
 from harness.cli import main
+from harness.report.terminal import causes_first
+from harness.verdict import Finding
 
 SMALL = ("--subject", "linear", "--examples", "5", "--max-world", "2", "--seed", "1")
 ENVIRONMENT = {**os.environ, "COLUMNS": "300"}
@@ -94,6 +96,22 @@ def test_a_failure_is_told_with_all_that_is_needed(folder: Path) -> None:
     assert json.dumps(data["rows"][0]["failures"][0]["reproducer"]) == case
     assert "fault: mismatch" in lines[-1]
     assert "found after" in lines[-1]
+
+
+def test_a_side_effect_is_told_before_what_it_explains() -> None:
+    result = CliRunner().invoke(main, ["replay", line("changing.py:InputOnRank1")])
+    assert result.exit_code == 1
+    first, effect, wrong, *_ = result.output.splitlines()
+    assert first == f"mismatch: {candidate('changing.py:InputOnRank1')}, linear", "the kind is that of the gravest"
+    assert effect == "  the candidate changed input[0] in place"
+    assert wrong == "  weight.grad differs from one process on rank 1: 4 of 8 elements"
+
+
+def test_many_findings_hide_no_side_effect() -> None:
+    wrong = [Finding("mismatch", f"wrong {n}") for n in range(6)]
+    effects = [Finding("side-effect", f"effect {n}") for n in range(2)]
+    assert [f.message for f in causes_first([*wrong, *effects])][:4] == ["effect 0", "effect 1", "wrong 0", "wrong 1"]
+    assert causes_first(wrong) == wrong
 
 
 def test_failures_are_saved_in_a_folder_of_ours_by_default(folder: Path) -> None:
@@ -241,8 +259,8 @@ def test_the_printed_line_reproduces_the_failure_in_a_new_process(folder: Path) 
     for file in ("right.py", "returning.py"):
         shutil.copy(CANDIDATES / file, awkward)
     result = verify("it's a folder/returning.py:WrongGradientOnLastRank", *SMALL)
-    (line,) = (x.removeprefix("  replay: ") for x in result.output.splitlines() if x.startswith("  replay: "))
-    command = line.replace("shardproof", f"{sys.executable} -m harness.cli", 1)
+    (command,) = (x.removeprefix("  replay: ") for x in result.output.splitlines() if x.startswith("  replay: "))
+    command = command.replace("shardproof", f"{sys.executable} -m harness.cli", 1)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 1, done.stderr
     *_, told = result.output.partition("\nmismatch: ")
