@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +20,19 @@ class Format:
     torch_dtype: torch.dtype
     precision: int
 
-    @property
+    @functools.cached_property
     def unit_roundoff(self) -> float:
         return 2.0**-self.precision
 
-    @property
+    @functools.cached_property
     def largest(self) -> float:
         return float(torch.finfo(self.torch_dtype).max)
 
-    @property
+    @functools.cached_property
     def smallest_normal(self) -> float:
         return float(torch.finfo(self.torch_dtype).smallest_normal)
 
-    @property
+    @functools.cached_property
     def smallest(self) -> float:
         return self.smallest_normal * 2.0 ** (1 - self.precision)
 

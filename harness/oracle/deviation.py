@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,44 +13,43 @@ class Spread:
     """How far K disturbed runs lie from what the reference computes, for one tensor.
 
     ``want``: the undisturbed values, float64. ``residuals``: [K, *shape], disturbed - want; zero where either is not
-    finite. ``deviation``: of the shape of ``want``, the largest |residual| of each element. ``floor``: the root mean
-    square of ``deviation`` over the elements that are finite in all runs. ``slope_rms``: the root mean square over the
-    runs of (residual . want) / (want . want), 0 where ``want`` is 0. ``ambiguous``: of the shape of ``want``, True
-    where rounding decides whether the value is finite, or which infinity it is, or whether it is NaN.
+    finite. ``deviation``: of the shape of ``want``, the largest |residual| of each element. ``ambiguous``: of the shape
+    of ``want``, True where rounding decides whether the value is finite, or which infinity it is, or whether it is NaN.
     """
 
     want: torch.Tensor
     residuals: torch.Tensor
     deviation: torch.Tensor
-    floor: float
-    slope_rms: float
     ambiguous: torch.Tensor
+
+    @property
+    def floor(self) -> float:
+        """The root mean square of ``deviation`` over the elements whose value is finite in all runs."""
+        return _rms(self.deviation[self.want.isfinite() & ~self.ambiguous])
+
+    @property
+    def slope_rms(self) -> float:
+        """The root mean square over the runs of (residual . want) / (want . want); 0 where ``want`` is 0."""
+        want = torch.where(self.want.isfinite() & ~self.ambiguous, self.want, 0.0)
+        return _slope_rms(self.residuals, want)
 
 
 def measure(want: torch.Tensor, copies: torch.Tensor | None, runs: int) -> Spread:
     """The statistics of K disturbed copies of one tensor, [K, *shape], or None if it is exact."""
     value = want.to(torch.float64)
+    nowhere = torch.zeros(want.shape, dtype=torch.bool)
     if copies is None:
         zeros = torch.zeros((runs, *want.shape), dtype=torch.float64)
-        return Spread(value, zeros, zeros[0], 0.0, 0.0, torch.zeros(want.shape, dtype=torch.bool))
+        return Spread(value, zeros, zeros[0], nowhere)
     copies = copies.to(torch.float64)
     residuals = copies - value
-    deviation = _largest(residuals)
-    if bool(deviation.isfinite().all()):
-        nowhere = torch.zeros(want.shape, dtype=torch.bool)
-        return Spread(value, residuals, deviation, _rms(deviation), _slope_rms(residuals, value), nowhere)
+    deviation = residuals.abs().amax(0)
+    if not value.numel() or math.isfinite(float(deviation.max())):
+        return Spread(value, residuals, deviation, nowhere)
     finite = residuals.isfinite()
     same = (copies == value) | (copies.isnan() & value.isnan())
-    judged = finite.all(0)
     residuals = torch.where(finite, residuals, 0.0)
-    deviation = _largest(residuals)
-    slope = _slope_rms(residuals, torch.where(judged, value, 0.0))
-    return Spread(value, residuals, deviation, _rms(deviation[judged]), slope, ~(finite | same).all(0))
-
-
-def _largest(residuals: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude over the runs; NaN where any is NaN."""
-    return torch.maximum(residuals.amax(0), residuals.amin(0).neg_())
+    return Spread(value, residuals, residuals.abs().amax(0), ~(finite | same).all(0))
 
 
 def _rms(values: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.oracle.dataflow import Dataflow, tensors_in, written
 from harness.oracle.noise import Noise, accumulated, amplitude
 from harness.oracle.operations import Rule, UnknownOperation, rule_of
 from harness.oracle.sizes import Size, shared, terms
@@ -27,7 +28,8 @@ class Disturbance(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation as it is about to run: what it does, how large its error is, and in which format."""
+    """One operation as it is about to run: what it does, how large its error is, in which format, and the tensors among
+    its positional and its named arguments."""
 
     func: Any
     rule: Rule
@@ -35,6 +37,8 @@ class Operation(NamedTuple):
     format: Format
     args: Args
     kwargs: Kwargs
+    inputs: list[torch.Tensor]
+    named: list[torch.Tensor]
 
     @property
     def exact(self) -> bool:
@@ -57,7 +61,7 @@ class Operation(NamedTuple):
     ) -> list[Disturbance | None]:
         """Of each result, or None where there is nothing to disturb."""
         found: list[Disturbance | None] = []
-        inputs = [] if self.rule.valueless or not self.args else tensors_in(self.args)
+        inputs = [] if self.rule.valueless else self.inputs
         for i, result in enumerate(results):
             if result.is_complex():
                 raise UnknownOperation(self.rule.name, "the rounding model has no complex numbers")
@@ -77,8 +81,8 @@ class Operation(NamedTuple):
 class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Resolves operations into elementary and fused ones, and asks `disturbed` for the result of each.
 
-    fmt: the format in which the implementation under test computes. seed: decides all random numbers. ``rewrote``: True
-    once an operation was computed from others.
+    fmt: the format in which the implementation under test computes. seed: decides all random numbers. flow: is told of
+    every operation. ``rewrote``: True once an operation was computed from others.
     Raises UnknownOperation where the computation uses an operation of which nobody said how it rounds.
     """
 
@@ -87,9 +91,10 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nothing here is ever compiled, and being guarded against it costs more than an operation."""
         return False
 
-    def __init__(self, fmt: Format, seed: int) -> None:
+    def __init__(self, fmt: Format, seed: int, flow: Dataflow | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.format = fmt
+        self.flow = flow
         self.noise = Noise(seed)
         self.rewrote = False
         self._formats: dict[int, Format] = {}
@@ -116,10 +121,15 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = rule.choose(args, kw, fmt)
         elif block is not None and block.stores and size.kind is Kind.MOVEMENT and not rule.view:
             size = Size(Kind.ELEMENTWISE)
-        result = self.disturbed(Operation(func, rule, size, fmt, args, kw))
+        inputs = tensors_in(args)
+        named = tensors_in(tuple(kw.values())) if kw else []
+        result = self.disturbed(Operation(func, rule, size, fmt, args, kw, inputs, named))
         if not rule.known:
-            written = [kw[w] if isinstance(w, str) else args[w] for w in rule.writes]
-            _refuse_numbers(rule.name, [result, written])
+            _refuse_numbers(rule.name, [result, written(rule, args, kw)])
+        if self.flow is not None and not rule.view and not rule.valueless:
+            self.flow.follow(inputs + named, tensors_in([result, *written(rule, args, kw)] if rule.writes else result))
+            if rule.reads:
+                self.flow.leave(inputs + named)
         return result
 
     def _format_of_operation(self) -> Format:
@@ -143,29 +153,15 @@ def _node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, those inside lists and tuples too, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            if isinstance(member, torch.Tensor):
-                found.append(member)
-            elif isinstance(member, (list, tuple)):
-                found += tensors_in(member)
-    return found
-
-
 def _absolute_results(operation: Operation) -> list[torch.Tensor]:
     """The results of an operation on the absolute values of its arguments: its terms, added without cancelling.
 
     The arguments themselves are left alone, also by an in-place or out form.
     """
     args, kwargs = operation.args, operation.kwargs
-    written = [kwargs[w] if isinstance(w, str) else args[w] for w in operation.rule.writes]
-    if not all(t.is_floating_point() for t in tensors_in(written)):
-        return tensors_in(written)
+    targets = tensors_in(written(operation.rule, args, kwargs))
+    if not all(t.is_floating_point() for t in targets):
+        return targets
     kw = {k: abs(v) if k in ("alpha", "beta") else _absolute(v) for k, v in kwargs.items()}
     return tensors_in(operation.func(*[_absolute(a) for a in args], **kw))
 

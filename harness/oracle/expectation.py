@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 
+from harness.oracle.dataflow import Dataflow, Following, NumbersLeave
 from harness.oracle.overflow import Overflow
-from harness.oracle.rounding import Compute, Spread, spread
+from harness.oracle.rounding import Compute, Spread, disturb, repeatable
+from harness.oracle.soundness import (
+    Results,
+    kept,
+    require_form,
+    require_numbers,
+    require_used,
+    require_values,
+    unchanged,
+)
 from harness.oracle.statistics import Expected
 from reference.dtypes import FORMATS, Format
 
@@ -13,17 +25,62 @@ RUNS = 8
 _OWN = FORMATS["fp64"]
 
 
-def expect(compute: Compute, fmt: Format, *, runs: int = RUNS, seed: int = 0) -> dict[str, Expected | None]:
+def expect(
+    compute: Compute,
+    fmt: Format,
+    *,
+    given: Mapping[str, torch.Tensor] | None = None,
+    idle: Collection[str] = (),
+    may_be_nan: Collection[str] = (),
+    runs: int = RUNS,
+    seed: int = 0,
+) -> dict[str, Expected | None]:
     """Runs the reference and its disturbances.
 
     compute: returns every tensor that must come out, global, float64, by name; None where there must be none. fmt: the
-    format under test. Raises as `harness.oracle.rounding.spread` does.
+    format under test. given: the tensors that ``compute`` works on, by name; each must reach some result, but for the
+    idle ones. may_be_nan: results that may be NaN although all that is given is finite.
+    Raises as `harness.oracle.rounding.spread` does, and UnsoundReference where ``compute`` changes what it is given,
+    ignores some of it, or returns NaN where it must not.
     """
-    found = spread(compute, fmt, runs=runs, seed=seed)
-    with torch.random.fork_rng(devices=[]), Overflow(fmt, seed):
-        torch.manual_seed(seed)
-        may_overflow = dict(compute())
-    return {name: None if one is None else _expected(one, may_overflow[name], fmt) for name, one in found.items()}
+    given = given or {}
+    with unchanged(given):
+        found = disturb(compute, fmt, runs=runs, seed=seed, given=_busy(given, idle))
+        may_overflow: Results = {}
+        if found.near_overflow:
+            with repeatable(seed), Overflow(fmt, seed):
+                may_overflow = dict(compute())
+    require_numbers(given, found.want, may_be_nan)
+    return {
+        name: None if one is None else _expected(one, may_overflow.get(name), fmt)
+        for name, one in found.spreads(runs).items()
+    }
+
+
+def exactly(
+    compute: Compute,
+    *,
+    given: Mapping[str, torch.Tensor] | None = None,
+    idle: Collection[str] = (),
+    may_be_nan: Collection[str] = (),
+) -> dict[str, torch.Tensor | None]:
+    """What the reference computes where nothing rounds; it is run twice. Arguments and errors as of `expect`."""
+    given = given or {}
+    flow = Dataflow(_busy(given, idle))
+    with unchanged(given):
+        with repeatable(0):
+            want = kept(compute())
+        with repeatable(0), NumbersLeave(flow.left), Following(flow):
+            again = compute()
+    require_form(want, again)
+    require_values(want, again)
+    require_used(flow.unused(again.values()), again)
+    require_numbers(given, want, may_be_nan)
+    return want
+
+
+def _busy(given: Mapping[str, torch.Tensor], idle: Collection[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in given.items() if name not in idle}
 
 
 def _expected(found: Spread, overflowed: torch.Tensor | None, fmt: Format) -> Expected:

@@ -18,6 +18,9 @@ _STOCK = 1 << 20
 #: Tensors of a lower precision inside the reference are rounded to it, whatever the format under test.
 _OWN_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
+#: Unit roundoffs by which the terms of a sum may be larger in the format than in the reference.
+_MARGIN = 32
+
 
 class Noise:
     """Numbers uniform in [-1, 1], decided by a seed."""
@@ -47,9 +50,16 @@ def _stock() -> torch.Tensor:
     return torch.empty(_STOCK, dtype=torch.float64).uniform_(-1, 1, generator=generator)
 
 
-def unit_roundoff(fmt: Format) -> float:
-    """The u of the model; twice that of float64 itself, in which the reference errs as much as what it judges."""
-    return fmt.unit_roundoff if fmt.precision < 53 else 2 * fmt.unit_roundoff
+def unit_of(fmt: Format, dtype: torch.dtype) -> float:
+    """The u of the model, for a tensor of the reference; twice that of float64 itself, in which the reference errs as
+    much as what it judges."""
+    u = fmt.unit_roundoff if fmt.precision < 53 else 2 * fmt.unit_roundoff
+    return min(u, _OWN_ROUNDOFF.get(dtype, 1.0))
+
+
+def overflows_above(fmt: Format) -> float:
+    """The magnitude from which on rounding and the order of a sum decide whether it overflows."""
+    return fmt.largest / (1 + _MARGIN * fmt.unit_roundoff)
 
 
 def amplitude(scale: torch.Tensor, fmt: Format, roundings: float = 1.0, underflows: bool = True) -> torch.Tensor:
@@ -59,7 +69,7 @@ def amplitude(scale: torch.Tensor, fmt: Format, roundings: float = 1.0, underflo
     Numerical Algorithms, 2nd ed., section 2.2: the model with underflow), but no more than the scale itself, so that
     zero stays zero. scale: not negative; it may be overwritten.
     """
-    u = roundings * min(unit_roundoff(fmt), _OWN_ROUNDOFF.get(scale.dtype, 1.0))
+    u = roundings * unit_of(fmt, scale.dtype)
     if not underflows:
         size = scale.mul_(u)
     elif u:

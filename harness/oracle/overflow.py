@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from harness.oracle.disturbing import Disturbing, Operation, tensors_in
-
-#: Unit roundoffs by which the terms of a sum may be larger in the format than in the reference.
-_MARGIN = 32
+from harness.oracle.dataflow import tensors_in
+from harness.oracle.disturbing import Disturbing, Operation
+from harness.oracle.noise import overflows_above
 
 
 class Overflow(Disturbing):  # type: ignore[no-untyped-call]
@@ -23,12 +22,12 @@ class Overflow(Disturbing):  # type: ignore[no-untyped-call]
         if operation.exact:
             return operation.run()
         scales = operation.scales()
-        arguments = tensors_in([*operation.args, *operation.kwargs.values()])
+        arguments = operation.inputs + operation.named
         finite = all(bool(t.isfinite().all()) for t in arguments if t.is_floating_point())
         result = operation.run()
         results = [t for t in tensors_in(result) if t.is_floating_point()]
         found = [t.abs() for t in results] if scales is None else [s for s in scales if s.is_floating_point()]
-        limit = operation.format.largest / (1 + _MARGIN * operation.format.unit_roundoff)
+        limit = overflows_above(operation.format)
         for tensor, scale in zip(results, found, strict=True):
             tensor.masked_fill_((scale > limit) & (scale.isfinite() if not finite else True), torch.nan)
         return result

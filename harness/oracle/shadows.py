@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
-from harness.oracle.disturbing import Disturbance, Disturbing, Operation, tensors_in
-from harness.oracle.noise import Rounder
+from harness.oracle.dataflow import Dataflow, NumbersLeave, storage_key, tensors_in
+from harness.oracle.disturbing import Disturbance, Disturbing, Operation
+from harness.oracle.noise import Rounder, overflows_above, unit_of
 from harness.oracle.together import together
 from reference.dtypes import Format
 
@@ -37,9 +37,11 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
     Raises NeedsSeparateRuns, possibly out of ``backward()``.
     """
 
-    def __init__(self, fmt: Format, seed: int, runs: int) -> None:
-        super().__init__(fmt, seed)
+    def __init__(self, fmt: Format, seed: int, runs: int, flow: Dataflow | None = None) -> None:
+        super().__init__(fmt, seed, flow)
         self.runs = runs
+        # The largest of what operations disturb, and what it is where the terms add up to the format's largest number.
+        self._peaks: list[tuple[torch.Tensor, float]] = []
         # By the address of the storage. The storage is held weakly, so that its address is not used again.
         self._flat: dict[int, torch.Tensor] = {}
         self._storages: dict[int, StorageWeakRef] = {}
@@ -47,22 +49,27 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The disturbed copies, [K, *shape]: a view that must not be written to. None if the tensor is exact."""
-        flat = self._flat.get(_key(tensor)) if tensor.numel() else None
+        flat = self._flat.get(storage_key(tensor)) if tensor.numel() else None
         return None if flat is None else self._copies(flat, tensor, tensor.dim())
 
-    def reach(self, tensor: torch.Tensor) -> bool:
-        """Whether the runs differ anywhere in the storage of a tensor."""
-        return _key(tensor) in self._flat
+    def leaving(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor's numbers go to Python: no matter, as long as they are the same in all runs."""
+        if storage_key(tensor) in self._flat:
+            raise NeedsSeparateRuns(f"{name} hands numbers to Python")
+        if self.flow is not None:
+            self.flow.leave([tensor])
+
+    def near_overflow(self) -> bool:
+        """Whether the terms of any operation may add up to more than its format holds. To be asked afterwards."""
+        return any(not float(peak) <= limit for peak, limit in self._peaks)
 
     def disturbed(self, operation: Operation) -> Any:
         rule, flat = operation.rule, self._flat
-        inputs = tensors_in(operation.args)
-        if operation.kwargs:
-            inputs += tensors_in(tuple(operation.kwargs.values()))
+        inputs = operation.inputs + operation.named
         shadowed = False
         if not rule.valueless:
             for tensor in inputs:
-                if _key(tensor) in flat:
+                if storage_key(tensor) in flat:
                     shadowed = True
                     break
         if operation.exact and (rule.view or not shadowed):
@@ -84,8 +91,19 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         if not operation.exact:
             for tensor, disturbance in zip(results, operation.disturbances(results, scales), strict=True):
                 if disturbance is not None:
+                    self._watch(tensor, disturbance.own, operation)
                     self._disturb(tensor, disturbance, operation.format)
         return result
+
+    def _watch(self, result: torch.Tensor, size: torch.Tensor | None, operation: Operation) -> None:
+        """Keeps the largest magnitude of an operation's terms, taken from the size of its disturbance where it has one:
+        infinities, which come from the arguments, do not count there."""
+        unit = operation.size.own * unit_of(operation.format, result.dtype)
+        if size is None or not unit:
+            size, unit = result.abs().nan_to_num_(0.0, 0.0, 0.0), 1.0
+        # Float64 has no room for what would show that it overflows itself.
+        limit = -1.0 if operation.format.precision >= 53 else unit * overflows_above(operation.format)
+        self._peaks.append((size.amax(), limit))
 
     def _fused(self, operation: Operation, inputs: Sequence[torch.Tensor]) -> Any:
         """A fused operation by itself, and with its inner roundings on the copies of its arguments."""
@@ -96,6 +114,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         made = operation.rule.fused(Rounder(self.noise, operation.format, lead=1), *args, **operation.kwargs)
         for tensor, copies in zip(tensors_in(result), tensors_in(made), strict=True):
             if tensor.numel():
+                self._watch(tensor, None, operation)
                 self._store(tensor, copies.reshape(self.runs, *tensor.shape))
         return result
 
@@ -132,17 +151,17 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         if len(inputs) > len(in_place):
             raise NeedsSeparateRuns(f"{operation.rule.name} draws from numbers")
         for tensor in in_place:
-            self._copies(self._flat[_key(tensor)], tensor, tensor.dim()).copy_(tensor)
+            self._copies(self._flat[storage_key(tensor)], tensor, tensor.dim()).copy_(tensor)
 
     def _disturb(self, tensor: torch.Tensor, disturbance: Disturbance, fmt: Format) -> None:
         xi = self.noise.draw((self.runs, *disturbance.shape), tensor.dtype)
-        flat = self._flat.get(_key(tensor))
+        flat = self._flat.get(storage_key(tensor))
         if flat is None:
             self._store(tensor, torch.addcmul(tensor, xi, disturbance.own))
         else:
             self._copies(flat, tensor, tensor.dim()).addcmul_(xi, disturbance.own)
         if disturbance.common:
-            copies = self._copies(self._flat[_key(tensor)], tensor, tensor.dim())
+            copies = self._copies(self._flat[storage_key(tensor)], tensor, tensor.dim())
             copies.mul_(self.noise.factor((self.runs, *(1,) * tensor.dim()), disturbance.common, fmt))
 
     def _copies(self, flat: torch.Tensor, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -159,7 +178,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         """The copies of an argument, with ``rank`` dimensions after the first; exact ones stay, or are expanded."""
         if not isinstance(value, torch.Tensor):
             return value
-        flat = self._flat.get(_key(value))
+        flat = self._flat.get(storage_key(value))
         if flat is not None:
             return self._copies(flat, value, rank)
         if not expand:
@@ -170,7 +189,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
     def _pick(self, value: Any, k: int) -> Any:
         """An argument of run k."""
         if isinstance(value, torch.Tensor):
-            flat = self._flat.get(_key(value))
+            flat = self._flat.get(storage_key(value))
             return value if flat is None else self._copies(flat, value, value.dim())[k]
         if isinstance(value, (list, tuple)):
             return [self._pick(member, k) for member in value]
@@ -178,7 +197,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
 
     def _ensure(self, tensor: torch.Tensor) -> None:
         """Gives the storage of a tensor a shadow, if it has none: exact so far."""
-        if _key(tensor) not in self._flat:
+        if storage_key(tensor) not in self._flat:
             whole = tensor.as_strided((_length(tensor),), (1,), 0)
             self._keep(tensor, whole.expand(self.runs, -1).clone())
 
@@ -193,7 +212,7 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
                 return
             self._keep(tensor, torch.empty((self.runs, length), dtype=tensor.dtype))
         self._ensure(tensor)
-        self._copies(self._flat[_key(tensor)], tensor, tensor.dim()).copy_(copies)
+        self._copies(self._flat[storage_key(tensor)], tensor, tensor.dim()).copy_(copies)
 
     def _keep(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -208,28 +227,11 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
                 del self._flat[key], self._storages[key]
 
 
-class NumbersStayInside(TorchFunctionMode):
+class NumbersStayInside(NumbersLeave):
     """Raises NeedsSeparateRuns where disturbed numbers leave torch without an operation that a dispatch mode sees."""
 
     def __init__(self, shadows: Shadows) -> None:
-        self._shadows = shadows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVING and self._shadows.reach(args[0]):
-            raise NeedsSeparateRuns(f"{func.__name__} hands numbers to Python")
-        return func(*args, **(kwargs or {}))
-
-
-_LEAVING = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("numpy", "tolist", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__")
-    if hasattr(torch.Tensor, name)
-)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+        super().__init__(shadows.leaving)
 
 
 def _length(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.diagnose import Diagnosis
-from harness.oracle.expectation import expect
+from harness.oracle.expectation import exactly, expect
 from harness.properties.base import Description, Property, World
 from harness.properties.linear_initial import judge_initial
 from harness.properties.linear_suspects import explain
@@ -159,9 +159,10 @@ def _dtype(name: str, case: LinearCase) -> str:
 def _expected(case: LinearCase) -> dict[str, Want]:
     """Values where nothing rounds, else values and how far rounding moves them."""
     given = tensors(case)
+    idle = () if case.trained else [name for name in given if name.endswith(".grad")]
     if case.exact:
-        return {**expected(case, given)}
-    return {**expect(lambda: expected(case, given), case.format)}
+        return {**exactly(lambda: expected(case, given), given=given, idle=idle)}
+    return {**expect(lambda: expected(case, given), case.format, given=given, idle=idle)}
 
 
 LINEAR = Property(

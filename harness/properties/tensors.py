@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from harness.oracle.compare import compare_exact, replicas_disagree
 from harness.oracle.diagnose import Diagnosis
+from harness.oracle.soundness import require_own_memory
 from harness.oracle.statistics import Expected
 from harness.oracle.within import Judged, Limits, compare_within
 from harness.properties.base import World
@@ -50,6 +51,10 @@ def judge_tensors(
         form = forms[name]
         values: Values | None
         tolerance: Values | None = None
+        if value is not None:
+            held = (observation.tensors.get(name) for observation in observed)
+            wanted = value.want if isinstance(value, Expected) else value.numpy()
+            require_own_memory(name, wanted, (tensor.values for tensor in held if tensor is not None))
         if isinstance(value, Expected):
             judged = compare_within(name, value, form.layout, form.dtype, mesh, observed)
             statistics.append(judged)
