@@ -132,7 +132,7 @@ def test_a_bias_added_by_every_rank_is_found(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "said"), [("fp64", False), ("fp32", False), ("fp16", True)])
 def test_a_loss_scaled_by_one_and_a_256th_is_found(dtype: str, said: bool) -> None:
-    """In fp16 it is four to eight units in the last place: of 300 blocks all showed it in these matrices, and 263 in the
+    """In fp16 it is four to eight units in the last place: of 300 blocks all showed it in these matrices, 263 in the
     input's gradient, to the reference that says how kernels compute. The plain one does not find it in fp16."""
     everywhere = {"up.weight.grad", "down.weight.grad"} if said else MATRICES | VECTORS | {"loss"}
     for seed, tp in CASES:
