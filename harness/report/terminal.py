@@ -15,6 +15,7 @@ from harness.events import (
     CaseJudged,
     Event,
     Failure,
+    Listener,
     Row,
     RunDone,
     RunStarted,
@@ -42,7 +43,9 @@ class TerminalReport:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.unwritten: CannotPrint | None = None
-        self._log = None if console.file.isatty() else ProgressLog(console)
+        self._consumers: list[Listener] = [self._tell]
+        if not console.file.isatty():
+            self._consumers.append(ProgressLog(console))
         self._libraries: dict[str, str] = {}
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -62,14 +65,13 @@ class TerminalReport:
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:
-        try:
-            self._tell(event)
-        except CannotPrint as error:
-            self.unwritten = error
+        for consume in self._consumers:
+            try:
+                consume(event)
+            except CannotPrint as error:
+                self.unwritten = error
 
     def _tell(self, event: Event) -> None:
-        if self._log is not None:
-            self._log(event)
         if isinstance(event, RunStarted):
             print_line(self.console, f"seed {event.seed}")
         elif isinstance(event, CandidateDescribed):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,9 @@ from trials import BAD
 
 from harness.case_file import Reproducer
 from harness.events import CaseJudged, Event, Failure, Row, RunStarted, SubjectDone, SubjectStarted
+from harness.report.console import ResultConsole
 from harness.report.progress_log import ProgressLog
+from harness.report.streams import CannotPrint
 from harness.report.terminal import TerminalReport
 from harness.verdict import Finding, Verdict
 
@@ -87,6 +91,18 @@ def test_what_is_not_offered_is_left_to_the_table(log: Log) -> None:
         "mine.py:Mine mesh: nothing ran, 0 examples in 0.0 s",
         "mine.py:Mine linear: held, 1 example in 2.0 s",
     ]
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run() -> None:
+    with TerminalReport(ResultConsole(file=Full(), width=200)) as report:
+        for event in (RunStarted(1, (NAME,), ("linear",), 100, 8), STARTED, HELD, FAILED):
+            report(event)
+    assert isinstance(report.unwritten, CannotPrint)
 
 
 def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
