@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
 
 
@@ -134,6 +135,10 @@ class Candidate:
 
     def row_linear(self, case: LinearCase) -> Sharded:
         """Subject linear: a layer whose weight [out, in] is cut along its input features."""
+        raise NotImplementedError
+
+    def embedding(self, case: EmbeddingCase) -> Sharded:
+        """Subject embedding: a table [rows, hidden] that is cut along its rows."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

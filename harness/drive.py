@@ -13,7 +13,7 @@ from harness.candidate import Sharded
 from harness.exercise import Exercise, MicroBatch
 from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation
-from harness.session import phase
+from harness.session import CandidateRaised, phase
 from harness.wiring import initial, layout_of, require_known, require_parameter, require_sharded
 from reference.layout import Layout, of_gradient
 
@@ -29,6 +29,21 @@ def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
     sharded = require_sharded(built)
     require_known(exercise.names, sharded)
     return _Drive(exercise, sharded).run()
+
+
+def attempt(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
+    """Builds the module and runs one forward that it has to refuse: the fact ``refused`` is what it raised, or None.
+
+    Raises as `drive`, but for what building or forward raise.
+    """
+    try:
+        with phase("build"):
+            sharded = require_sharded(build())
+        require_known(exercise.names, sharded)
+        _Drive(exercise, sharded).first_forward()
+    except CandidateRaised as error:
+        return Observation(facts={"refused": str(error).partition("\n")[0]})
+    return Observation(facts={"refused": None})
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,13 @@ class _Drive:
             self._read_gradient(name, parameter)
         self.purity.release()
         return Observation(self.tensors, self.layouts, tuple(self.purity.report()))
+
+    def first_forward(self) -> None:
+        self.purity = Purity()
+        with phase("build"):
+            held = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
+        self._load(held)
+        self._forward(0)
 
     def _load(self, held: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in held.items():

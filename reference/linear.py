@@ -10,7 +10,6 @@ dimensions of a micro-batch, I in_features, O out_features.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -206,7 +205,8 @@ def _total(case: LinearCase, micro_batches: list[torch.Tensor]) -> torch.Tensor:
     """The sum over micro-batches, in fp32 at least where there is a main gradient."""
     kept = "fp32" if case.main_grad and case.dtype != "fp64" else case.dtype
     with computed_in(kept):
-        return functools.reduce(torch.add, micro_batches)
+        # As one sum: micro-batches may come in any order, and what overflows in one may not in another.
+        return torch.stack(micro_batches).sum(0)
 
 
 def _tokens(dims: tuple[int, ...]) -> int:

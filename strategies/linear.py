@@ -10,8 +10,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from reference.linear import Backward, Kind, LinearCase, LinearRecipes
+from reference.linear import Kind, LinearCase, LinearRecipes
 from reference.recipe import Recipe
+from strategies.layers import BACKWARD, LARGEST, cut_length, divisible, leadings, one_in, tiny
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
@@ -32,11 +33,6 @@ FEATURES = {
 
 KINDS: tuple[Kind, ...] = ("column", "row")
 
-_LARGEST = 12
-_MOST_MICRO_BATCHES = 3
-#: Of one micro-batch: the gradients of all still sum exactly in bf16, which holds whole numbers up to 256.
-_MOST_TOKENS = 256 // _MOST_MICRO_BATCHES
-_BACKWARD: list[Backward] = [*["immediate"] * 3, *["delayed", "reversed"] * 2, "never"]  # type: ignore[list-item]
 #: The options of a case at their plainest.
 _PLAIN = {
     f.name: f.default
@@ -57,41 +53,41 @@ def cases(draw: st.DrawFn, scope: Scope) -> LinearCase:
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis))
     n = mesh.axis_size(axis)
 
-    sequence_parallel = scope.has("sequence_parallel") and _one_in(draw, 4)
+    sequence_parallel = scope.has("sequence_parallel") and one_in(draw, 4)
     gather = kind == "column" and not sequence_parallel and scope.has("gather_output") and draw(st.booleans())
     splits = kind == "row" and not sequence_parallel and scope.has("input_not_parallel") and draw(st.booleans())
     bias = draw(st.booleans())
     dims = draw(st.sampled_from([*sorted(scope.token_dims), min(scope.token_dims)]))
-    cut, free = _features(draw, n, scope.has("uneven")), draw(st.integers(1, _LARGEST))
-    if _one_in(draw, 6):
+    cut, free = cut_length(draw, n, scope.has("uneven")), draw(st.integers(1, LARGEST))
+    if one_in(draw, 6):
         free = max(1, cut // n)  # a square shard of the weight, whose transposition no shape gives away
-    first = _features(draw, n, scope.has("uneven_sequence") or not sequence_parallel)
-    leading = draw(st.lists(_tokens(dims, first), min_size=1, max_size=_MOST_MICRO_BATCHES))
+    first = cut_length(draw, n, scope.has("uneven_sequence") or not sequence_parallel)
+    leading = draw(leadings(dims, first))
     if sequence_parallel and not scope.has("uneven_sequence"):
-        leading = [(max(n, d[0] // n * n), *d[1:]) for d in leading]
+        leading = divisible(leading, n)
     dtype = draw(st.sampled_from(scope.dtypes))
     return LinearCase(
         mesh=mesh,
         kind=kind,
         in_features=cut if kind == "row" else free,
         out_features=free if kind == "row" else cut,
-        leading=tuple(leading),
+        leading=leading,
         axis=axis,
         dtype=dtype,
         bias=bias,
-        skip_bias_add=bias and scope.has("skip_bias_add") and _one_in(draw, 4),
+        skip_bias_add=bias and scope.has("skip_bias_add") and one_in(draw, 4),
         gather_output=gather,
         input_is_parallel=not splits,
         sequence_parallel=sequence_parallel,
         explicit_group=explicit,
-        input_requires_grad=not _one_in(draw, 5),
-        weight_requires_grad=not _one_in(draw, 5),
-        bias_requires_grad=not (bias and _one_in(draw, 5)),
-        main_grad=scope.has("main_grad") and _one_in(draw, 5),
-        weight_at_call=scope.has(f"{kind}_weight_at_call") and _one_in(draw, 4),
+        input_requires_grad=not one_in(draw, 5),
+        weight_requires_grad=not one_in(draw, 5),
+        bias_requires_grad=not (bias and one_in(draw, 5)),
+        main_grad=scope.has("main_grad") and one_in(draw, 5),
+        weight_at_call=scope.has(f"{kind}_weight_at_call") and one_in(draw, 4),
         transposed=draw(st.sampled_from([False, True, True])),
-        backward=draw(st.sampled_from(_BACKWARD)),
-        init=scope.checks_initialization and _one_in(draw, 4),
+        backward=draw(st.sampled_from(BACKWARD)),
+        init=scope.checks_initialization and one_in(draw, 4),
         recipes=LinearRecipes(*draw(recipes(4, dtype))),
     )
 
@@ -101,7 +97,7 @@ def simpler(case: LinearCase, scope: Scope) -> Iterator[LinearCase]:
     them, then one option or recipe at a time as plain as can be."""
     meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
     sizes = sorted(itertools.product(range(1, _TINY + 1), repeat=2), key=lambda pair: (sum(pair), pair))
-    for mesh, (inside, outside), leading in itertools.product(meshes_, sizes, _tiny_tokens(case)):
+    for mesh, (inside, outside), leading in itertools.product(meshes_, sizes, tiny(case.leading)):
         changes = {"mesh": mesh, "in_features": inside, "out_features": outside, "leading": leading}
         yield from _if_simpler(case, scope, changes)
     for name, plain in _PLAIN.items():
@@ -110,13 +106,6 @@ def simpler(case: LinearCase, scope: Scope) -> Iterator[LinearCase]:
     for f in dataclasses.fields(case.recipes):
         plainer = dataclasses.replace(case.recipes, **{f.name: Recipe()})
         yield from _if_simpler(case, scope, {"recipes": plainer})
-
-
-def _tiny_tokens(case: LinearCase) -> list[tuple[tuple[int, ...], ...]]:
-    """Few tokens, with as many dimensions as the case has."""
-    rest = (1,) * (len(case.leading[0]) - 1)
-    one, two = ((1, *rest),), ((2, *rest),)
-    return [one, two, one + one, case.leading]
 
 
 def _if_simpler(case: LinearCase, scope: Scope, changes: dict[str, Any]) -> Iterator[LinearCase]:
@@ -144,26 +133,3 @@ def within(case: LinearCase, scope: Scope) -> bool:
     sequence = not case.sequence_parallel or all(dims[0] % n == 0 for dims in case.leading)
     sizes = (cut % n == 0 or scope.has("uneven")) and (sequence or scope.has("uneven_sequence"))
     return sizes and case.dtype in scope.dtypes
-
-
-def _features(draw: st.DrawFn, n: int, uneven: bool) -> int:
-    """A length that is cut n ways."""
-    if uneven:
-        return draw(st.integers(1, _LARGEST))
-    return n * draw(st.integers(1, max(1, _LARGEST // n)))
-
-
-@st.composite
-def _tokens(draw: st.DrawFn, dims: int, first: int) -> tuple[int, ...]:
-    """The token dimensions of a micro-batch; micro-batches differ in all but their number."""
-    # Always three choices: where their number changes, shrinking loses its way.
-    sizes = [draw(st.sampled_from([first, max(1, first - 1), max(1, first // 2)]))]
-    room = _MOST_TOKENS // first
-    for _ in range(dims - 1):
-        sizes.append(draw(st.integers(1, max(1, min(3, room)))))
-        room //= sizes[-1]
-    return tuple(sizes)
-
-
-def _one_in(draw: st.DrawFn, n: int) -> bool:
-    return draw(st.integers(0, n - 1)) == n - 1

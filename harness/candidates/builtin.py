@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import Candidate, NotOffered, Sharded
+from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
 from sharded import mesh as sharded_mesh
+from sharded.embedding import VocabParallelEmbedding
 from sharded.linear import ColumnParallelLinear, RowParallelLinear
 from sharded.process_groups import ProcessGroups, set_default
 from sharded.sequence_parallel import finish_sequence_parallel_gradients
@@ -41,6 +43,10 @@ class Builtin(Candidate):
         "main_grad",
         "column_weight_at_call",
         "row_weight_at_call",
+        "embedding_sequence_parallel",
+        "embedding_padding_idx",
+        "embedding_uneven",
+        "embedding_refuses_ids",
     )
     initialization = "full"
 
@@ -106,6 +112,20 @@ class Builtin(Candidate):
             return layer(x, self._weight(case, layer))
 
         return self._sharded(case, layer, forward, weight=Split(1, case.axis), bias=Whole())
+
+    def embedding(self, case: EmbeddingCase) -> Sharded:
+        layer = VocabParallelEmbedding(
+            case.vocabulary,
+            case.hidden,
+            divisible_by=case.rows,  # the multiple that gives the case's padding
+            padding_idx=case.padding_idx,
+            group=self.groups.group(case.axis) if case.explicit_group else None,
+            sequence_parallel=case.sequence_parallel,
+            main_grad=case.main_grad,
+            dtype=case.format.torch_dtype,
+            seed=1,
+        )
+        return Sharded(layer, weight=Split(0, case.axis))
 
     def _options(self, case: LinearCase) -> dict[str, Any]:
         return {

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates.known_faults import WithKnownFaults
+from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
@@ -26,7 +27,7 @@ if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which CPU ranks do without
         from megatron.core import ModelParallelConfig, parallel_state
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 _GROUPS = {
     ("tp",): "get_tensor_model_parallel_group",
@@ -54,6 +55,7 @@ class MegatronCore(WithKnownFaults):
         "sequence_parallel",
         "explicit_group",
         "column_weight_at_call",
+        "embedding_sequence_parallel",
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -139,7 +141,20 @@ class MegatronCore(WithKnownFaults):
         forward = _as_outputs(case, layer)
         return Sharded(layer, forward=forward, grads=summed_later, weight=Split(1, case.axis), bias=Whole())
 
-    def _config(self, case: LinearCase) -> Any:
+    def embedding(self, case: EmbeddingCase) -> Sharded:
+        layer = VocabParallelEmbedding(
+            case.rows,
+            case.hidden,
+            init_method=torch.nn.init.normal_,
+            reduce_scatter_embeddings=case.sequence_parallel,
+            config=self._config(case),
+            tp_group=self._explicit(case),
+        )
+        # With the reduce-scatter it takes ids as [batch, sequence] and returns [sequence, batch, hidden].
+        forward = (lambda ids: layer(ids.transpose(0, 1))) if case.sequence_parallel else None
+        return Sharded(layer, forward=forward, weight=Split(0, case.axis))
+
+    def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(
             tensor_model_parallel_size=case.parallel_size,
             sequence_parallel=case.sequence_parallel and case.parallel_size > 1,
@@ -147,7 +162,7 @@ class MegatronCore(WithKnownFaults):
             params_dtype=case.format.torch_dtype,
         )
 
-    def _explicit(self, case: LinearCase) -> dist.ProcessGroup | None:
+    def _explicit(self, case: LinearCase | EmbeddingCase) -> dist.ProcessGroup | None:
         return self.group((case.axis,)) if case.explicit_group else None
 
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from harness.candidate import Sharded
 from harness.candidates.known_faults import WithKnownFaults
 from harness.groups import device_mesh
-from reference.layout import Split, Whole
+from reference.embedding import EmbeddingCase
+from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
 from reference.mesh import Mesh
 
@@ -28,7 +29,15 @@ class TorchNative(WithKnownFaults):
 
     name: ClassVar[str] = "torch"
     requires: ClassVar[tuple[str, ...]] = ("torch",)
-    supports = ("gather_output", "input_not_parallel", "sequence_parallel", "explicit_group")
+    supports = (
+        "gather_output",
+        "input_not_parallel",
+        "sequence_parallel",
+        "explicit_group",
+        "embedding_sequence_parallel",
+        "embedding_padding_idx",
+        "embedding_uneven",
+    )
     uneven = "chunk"
     initialization = "full"
 
@@ -68,6 +77,16 @@ class TorchNative(WithKnownFaults):
         )
         linear = parallelize_module(_linear(case), self.device_mesh[case.axis], style)
         return Sharded(linear, weight=Split(1, case.axis, rule="chunk"), bias=Whole(), read_grad=_gradient)
+
+    def embedding(self, case: EmbeddingCase) -> Sharded:
+        if 0 in cut(case.rows, case.parallel_size, "chunk"):
+            self.known_fault("embedding with fewer chunks of rows than ranks: a rank without rows raises in forward")
+        style = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0) if case.sequence_parallel else Replicate()
+        )
+        table = nn.Embedding(case.rows, case.hidden, padding_idx=case.padding_idx, dtype=case.format.torch_dtype)
+        made = parallelize_module(table, self.device_mesh[case.axis], style)
+        return Sharded(made, weight=Split(0, case.axis, rule="chunk"), read_grad=_gradient)
 
 
 def _linear(case: LinearCase) -> nn.Linear:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from harness.errors import WrongUse
 from harness.properties.base import Property
+from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
 
-PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, LINEAR)}
+PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, LINEAR, EMBEDDING)}
 
 
 class UnknownSubject(WrongUse):

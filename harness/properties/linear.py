@@ -15,11 +15,11 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.diagnose import Diagnosis
-from harness.oracle.expectation import exactly, expect
 from harness.properties.base import Description, Property, World
 from harness.properties.linear_initial import judge_initial
 from harness.properties.linear_suspects import explain
-from harness.properties.tensors import Form, Want, judge_tensors
+from harness.properties.modules import forms_of, wanted
+from harness.properties.tensors import Want, judge_tensors
 from harness.session import Session
 from harness.verdict import Verdict
 from harness.world import RankContext
@@ -131,7 +131,8 @@ def judge(
 ) -> Verdict:
     """Every output and gradient against one process, then replicas against each other, then the initialisation."""
     observed, cuts = worlds[0], layouts(case, description.uneven)
-    forms = {name: Form(_layout(name, case, cuts, observed[0]), _dtype(name, case)) for name in want}
+    main_grads = ("weight.grad", "bias.grad") if case.main_grad else ()
+    forms = forms_of(want, cuts, case.format, main_grads, observed[0])
 
     def why(name: str, values: np.ndarray, tolerance: np.ndarray | None) -> Diagnosis | None:
         form = forms[name]
@@ -143,26 +144,10 @@ def judge(
     )
 
 
-def _layout(name: str, case: LinearCase, cuts: dict[str, Layout], observation: Observation) -> Layout:
-    """The layout of a result: what the candidate says, else the subject's own."""
-    said = observation.layouts.get(name)
-    if said is not None:
-        return said
-    return cuts[name.removesuffix(".grad").partition("[")[0]]
-
-
-def _dtype(name: str, case: LinearCase) -> str:
-    main = case.main_grad and name in ("weight.grad", "bias.grad") and case.dtype != "fp64"
-    return "float32" if main else str(case.format.torch_dtype).removeprefix("torch.")
-
-
 def _expected(case: LinearCase) -> dict[str, Want]:
-    """Values where nothing rounds, else values and how far rounding moves them."""
     given = tensors(case)
     idle = () if case.trained else [name for name in given if name.endswith(".grad")]
-    if case.exact:
-        return {**exactly(lambda: expected(case, given), given=given, idle=idle)}
-    return {**expect(lambda: expected(case, given), case.format, given=given, idle=idle)}
+    return wanted(case.exact, case.format, lambda: expected(case, given), given, idle)
 
 
 LINEAR = Property(

@@ -1,0 +1,69 @@
+"""What the subjects that drive a module have in common: what is expected, in which form, and why it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness.observation import Observation
+from harness.oracle.diagnose import Diagnosis, diagnose, evidence_of
+from harness.oracle.expectation import exactly, expect
+from harness.oracle.patterns.evidence import Suspect
+from harness.properties.tensors import Form, Want
+from reference.dtypes import Format
+from reference.layout import Layout
+from reference.mesh import Mesh
+
+Values = NDArray[np.float64]
+
+
+def wanted(
+    exact: bool,
+    fmt: Format,
+    compute: Callable[[], Mapping[str, torch.Tensor | None]],
+    given: Mapping[str, torch.Tensor],
+    idle: Collection[str] = (),
+) -> dict[str, Want]:
+    """Values where nothing rounds, else values and how far rounding moves them. Arguments as of `expect`."""
+    if exact:
+        return {**exactly(compute, given=given, idle=idle)}
+    return {**expect(compute, fmt, given=given, idle=idle)}
+
+
+def forms_of(
+    names: Collection[str], cuts: Mapping[str, Layout], fmt: Format, main_grads: Collection[str], seen: Observation
+) -> dict[str, Form]:
+    """How each result is held: as the candidate says, else as the subject does, by the base name. main_grads: the
+    results that are kept in fp32."""
+    plain = str(fmt.torch_dtype).removeprefix("torch.")
+    forms = {}
+    for name in names:
+        said = seen.layouts.get(name)
+        layout = said if said is not None else cuts[name.removesuffix(".grad").partition("[")[0]]
+        forms[name] = Form(layout, "float32" if name in main_grads and fmt.name != "fp64" else plain)
+    return forms
+
+
+def explanation(
+    forms: Mapping[str, Form],
+    mesh: Mesh,
+    observed: Sequence[Observation],
+    others: Mapping[str, torch.Tensor | None],
+    micro_batches: int,
+    suspects: Callable[[str], Sequence[Suspect]] = lambda name: (),
+) -> Callable[[str, Values, Values | None], Diagnosis | None]:
+    """Says why a result is wrong: by the general patterns, and by the subject's own suspects. others: tensors of the
+    case that a wrong result may be equal to."""
+    values = {name: one.to(torch.float64).numpy() for name, one in others.items() if one is not None}
+
+    def why(name: str, want: Values, tolerance: Values | None) -> Diagnosis | None:
+        evidence = evidence_of(
+            name, observed, forms[name].layout, mesh, want, tolerance, forms[name].dtype,
+            others=values, micro_batches=micro_batches, suspects=lambda: suspects(name),
+        )  # fmt: skip
+        return None if evidence is None else diagnose(evidence)
+
+    return why
