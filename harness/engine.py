@@ -7,28 +7,24 @@ import json
 import math
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from harness.bench import Bench, Trial
-from harness.case_file import Reproducer
+from harness.bench import Bench
 from harness.draws import register
-from harness.events import Failure, Row
+from harness.events import Row
 from harness.fault import Fault, fault_class, with_cause
 from harness.polish import polish
 from harness.properties.base import Property
+from harness.steering import Steering, aim, steered
+from harness.tally import Tally
 from reference.codec import encode
 from strategies.scope import Scope
-
-#: Failures that are kept of one row when they are flaky: each is its own finding, none is shrunk.
-_MOST_FLAKY = 5
-
 
 #: Shrinking belongs to the time budget, but a failure that is found at its end is worth so many seconds.
 _LEAST_SHRINKING = 3.0
@@ -44,12 +40,15 @@ class _Stop(BaseException):
 @dataclass(frozen=True)
 class Limits:
     """How far a search goes. time_budget: seconds for one row, None for no limit. shrink_seconds: how long a failure
-    may be shrunk, by Hypothesis and then again by the subject's own proposals."""
+    may be shrunk, by Hypothesis and then again by the subject's own proposals. steered: the share of the examples, and
+    of the time budget, for neighbours of the worst cases. It comes last, so that a seed draws the same cases before it
+    on any machine: statistics depend on the order in which a machine sums."""
 
     examples: int = 100
     seed: int = 0
     time_budget: float | None = None
     shrink_seconds: float = 30.0
+    steered: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,11 @@ class _Clock:
         """No case is drawn after it."""
         return math.inf if self.limits.time_budget is None else self.started + self.limits.time_budget
 
+    @property
+    def steering_starts(self) -> float:
+        budget = self.limits.time_budget
+        return math.inf if budget is None else self.started + (1 - self.limits.steered) * budget
+
     def shrinking_ends(self, failed_at: float) -> float:
         """No simpler case is tried after it."""
         return max(self.ends, failed_at + _LEAST_SHRINKING)
@@ -73,21 +77,6 @@ class _Clock:
         return failed_at + min(self.limits.shrink_seconds, (self.shrinking_ends(failed_at) - failed_at) / 2)
 
 
-@dataclass
-class _Tally:
-    """What a search has seen so far."""
-
-    examples: int = 0
-    rejected: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)
-    meshes: set[Any] = field(default_factory=set)
-    known: dict[str, Trial] = field(default_factory=dict)
-    flaky: list[tuple[Any, Trial]] = field(default_factory=list)
-    confirmed: Fault | None = None
-    failed_at: float | None = None
-    found_after: int | None = None
-
-
 def search(
     bench: Bench,
     subject: Property,
@@ -95,11 +84,12 @@ def search(
     limits: Limits,
     tell: Callable[[bool], None] = lambda failing: None,
 ) -> Row:
-    """Runs a subject on one candidate. The same seed draws the same cases in the same order.
+    """Runs a subject on one candidate. The same seed draws the same cases in the same order. The last of them, which
+    are drawn near the worst ones, also depend on the numbers that came out.
 
     ``tell`` is called after every case that ran, with whether it failed.
     """
-    started, tally = time.monotonic(), _Tally()
+    started, tally = time.monotonic(), Tally()
     clock = _Clock(limits, started)
     faults, stopped = [], None
 
@@ -111,22 +101,29 @@ def search(
             if tally.failed_at is not None and now > clock.drawing_ends(tally.failed_at):
                 return  # shrinking has had its time: what is known stays the answer
             if tally.failed_at is None and now > clock.ends:
-                raise _Stop(_no_time(tally, limits))
+                raise _Stop(tally.no_time(limits.time_budget))
             # Once a failure is confirmed, shrinking believes what it sees; the end of it is confirmed again.
             trial = bench.check(subject, case) if tally.confirmed is None else bench.once(subject, case)
-            _count(tally, case, trial, key)
+            tally.count(case, trial, key)
             tell(bool(trial.verdict.findings))
         if trial.verdict.rejected is not None:
             if tally.examples == 0 and tally.rejected >= _MOST_REFUSED:
-                raise _Stop(_refused(tally))
+                raise _Stop(tally.refused())
             hypothesis.reject()
         kind = trial.verdict.kind
         if kind is not None and kind != "flaky":
             raise fault_class(kind)(case, trial)
+        aim(trial.verdict)
+
+    def steers() -> bool:
+        """Until something fails: after that, what lies near it would fail likewise."""
+        ran = tally.examples >= (1 - limits.steered) * limits.examples
+        return tally.failed_at is None and (ran or time.monotonic() > clock.steering_starts)
 
     test = hypothesis.seed(limits.seed)(_settings(limits)(hypothesis.given(subject.cases(scope))(judge)))
     try:
-        test()
+        with steered(Steering(steers)):
+            test()
     except _Stop as stop:
         stopped = str(stop)
     except Fault as fault:
@@ -136,7 +133,7 @@ def search(
         if len(faults) != len(group.exceptions):
             raise
     except hypothesis.errors.Unsatisfiable:
-        stopped = _refused(tally) if tally.rejected else "no case could be drawn"
+        stopped = tally.refused() if tally.rejected else "no case could be drawn"
     if tally.confirmed is not None:
         assert tally.failed_at is not None
         ends = clock.shrinking_ends(tally.failed_at)
@@ -146,7 +143,8 @@ def search(
             polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, tell))
         # Two that could not be seen again are one.
         faults = [with_cause(found, tally.confirmed) for found in dict.fromkeys(polished)]
-    return _row(bench, subject, tally, faults, stopped or _why_fewer(tally, limits), time.monotonic() - started)
+    stopped = stopped or tally.why_fewer(limits.examples)
+    return tally.row(bench.spec.text, subject.subject, faults, stopped, time.monotonic() - started)
 
 
 def _polished(
@@ -203,64 +201,4 @@ def _settings(limits: Limits) -> hypothesis.settings:
         print_blob=False,
         report_multiple_bugs=True,
         backend=register(),
-    )
-
-
-def _count(tally: _Tally, case: Any, trial: Trial, key: str) -> None:
-    verdict = trial.verdict
-    if verdict.rejected is not None:
-        tally.rejected += 1
-        tally.refusals[verdict.rejected] += 1
-        return
-    tally.examples += 1
-    tally.meshes.add(case.mesh)
-    if verdict.findings:
-        tally.known[key] = trial
-        if verdict.kind == "flaky":
-            if len(tally.flaky) < _MOST_FLAKY:
-                tally.flaky.append((case, trial))
-        elif tally.confirmed is None:
-            tally.confirmed = fault_class(trial.verdict.findings[0].kind)(case, trial)
-            tally.failed_at = time.monotonic()
-            tally.found_after = tally.examples
-
-
-def _no_time(tally: _Tally, limits: Limits) -> str:
-    if tally.examples == 0:
-        return "no time was left of the time budget"
-    return f"the time budget is used up: this row had {limits.time_budget:.1f} s of it"
-
-
-def _refused(tally: _Tally) -> str:
-    return f"the candidate refused {tally.rejected} cases, for example: {tally.refusals.most_common(1)[0][0]}"
-
-
-def _why_fewer(tally: _Tally, limits: Limits) -> str | None:
-    if tally.failed_at is None and tally.examples < limits.examples:
-        if tally.rejected:
-            return _refused(tally) if tally.examples == 0 else "the candidate refused too many cases"
-        return "there are no more different cases within the limits"
-    return None
-
-
-def _row(
-    bench: Bench, subject: Property, tally: _Tally, faults: list[Fault], stopped: str | None, seconds: float
-) -> Row:
-    failing = [(fault.case, fault.trial) for fault in faults] + tally.flaky
-    failures = tuple(
-        Failure(Reproducer(bench.spec.text, subject.subject, case), trial.verdict, trial.history)
-        for case, trial in failing
-    )
-    return Row(
-        candidate=bench.spec.text,
-        subject=subject.subject,
-        result="fault" if failures else "held" if tally.examples else "nothing ran",
-        examples=tally.examples,
-        meshes=len(tally.meshes),
-        rejected=tally.rejected,
-        refusals=tuple(tally.refusals.most_common()),
-        seconds=seconds,
-        failures=failures,
-        stopped=stopped,
-        found_after=tally.found_after,
     )
