@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 
 import hypothesis
 from hypothesis.strategies import SearchStrategy
@@ -19,6 +18,7 @@ from harness.find import Spec, spec_of
 from harness.properties import property_of
 from harness.properties.base import Description
 from harness.report.terminal import print_failure
+from harness.steering import aim
 from reference.codec import encode
 
 
@@ -89,11 +89,7 @@ def check(subject: str, candidate: str | type[Candidate], case: object) -> None:
     trial = _BENCHES.judge(spec_of(candidate), subject, case)
     if trial.verdict.rejected is not None:
         hypothesis.reject()
-    for name in ("worst", "slope"):
-        statistic = trial.verdict.facts.get(name)
-        # Hypothesis then tries cases near those where rounding is largest.
-        if statistic is not None and math.isfinite(statistic) and hypothesis.currently_in_test_context():
-            hypothesis.target(statistic, label=name)
+    aim(trial.verdict)  # Hypothesis then tries cases near those where rounding is largest
     if trial.verdict.findings:
         made = Reproducer(spec_of(candidate).text, subject, case)
         console = Console(width=10_000, color_system=None)
