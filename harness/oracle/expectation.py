@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from harness.oracle.dataflow import Dataflow, Following, NumbersLeave
+from harness.oracle.deviation import RUNS as RUNS
 from harness.oracle.overflow import Overflow
 from harness.oracle.rounding import Compute, Spread, disturb, repeatable
 from harness.oracle.soundness import (
@@ -21,7 +22,10 @@ from harness.oracle.soundness import (
 from harness.oracle.statistics import Expected
 from reference.dtypes import FORMATS, Format
 
-RUNS = 8
+#: Disturbed runs before a case is condemned. Eight scatter: a tolerance that is five times too small comes once in some
+#: hundred thousand elements.
+CAREFUL = 4 * RUNS
+
 _OWN = FORMATS["fp64"]
 
 

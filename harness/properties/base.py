@@ -61,7 +61,8 @@ class Property:
     on_rank: ``module:function`` run on every rank as ``function(context, spec, case)``, returning an Observation.
     simpler: ``simpler(case, scope)`` proposes simpler cases, for the last step of shrinking.
     runs: the cases to run for one case, each in a world of its own (default: itself).
-    expected: what one process computes, made in the parent while the ranks run.
+    expected: what one process computes, made in the parent while the ranks run. careful: the same with more effort, for
+    the last word on a case whose numbers are little beyond what is expected; None where nothing is estimated.
     judge: ``judge(case, description, expected, worlds)`` gives the verdict, its findings gravest first.
     uses_dtype: whether ``--dtype`` restricts it.
     """
@@ -76,6 +77,7 @@ class Property:
     on_rank: str
     expected: Callable[[Any], Any]
     judge: Callable[[Any, Description, Any, Sequence[World]], Verdict]
+    careful: Callable[[Any], Any] = lambda case: None
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
     uses_dtype: bool = True
 

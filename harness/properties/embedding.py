@@ -119,7 +119,7 @@ def _suspects(case: EmbeddingCase, given: Tensors, name: str, uneven: Rule) -> I
         yield Suspect("lacks the row of padding_idx on every rank: the global index is applied to each shard", wrong)
 
 
-def _expected(case: EmbeddingCase) -> dict[str, Want]:
+def _expected(case: EmbeddingCase, careful: bool = False) -> dict[str, Want]:
     if case.invalid:
         return {}
     given = tensors(case)
@@ -129,6 +129,7 @@ def _expected(case: EmbeddingCase) -> dict[str, Want]:
         lambda: expected(case, given),
         given,
         idle=[] if case.trains else [name for name in given if name.endswith(".grad")],
+        careful=careful,
     )
 
 
@@ -142,5 +143,6 @@ EMBEDDING = Property(
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.embedding:on_rank",
     expected=_expected,
+    careful=lambda case: None if case.exact else _expected(case, careful=True),
     judge=judge,
 )

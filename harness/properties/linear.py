@@ -144,10 +144,10 @@ def judge(
     )
 
 
-def _expected(case: LinearCase) -> dict[str, Want]:
+def _expected(case: LinearCase, careful: bool = False) -> dict[str, Want]:
     given = tensors(case)
     idle = () if case.trained else [name for name in given if name.endswith(".grad")]
-    return wanted(case.exact, case.format, lambda: expected(case, given), given, idle)
+    return wanted(case.exact, case.format, lambda: expected(case, given), given, idle, careful)
 
 
 LINEAR = Property(
@@ -160,6 +160,7 @@ LINEAR = Property(
     world=lambda run: run.mesh.size,
     on_rank="harness.properties.linear:on_rank",
     expected=_expected,
+    careful=lambda case: None if case.exact else _expected(case, careful=True),
     judge=judge,
     runs=runs,
 )
