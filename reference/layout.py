@@ -32,20 +32,28 @@ class Whole:
 class Split:
     """Dimension ``dim`` is cut over the ranks along ``axis``, in the order of their coordinates.
 
-    ``sizes`` gives an uneven cut explicitly, one length for each coordinate. Without it an even cut is used, and
+    ``sizes`` gives an uneven cut explicitly, one length for each piece. Without it an even cut is used, and
     where the length is not divisible ``rule`` decides: ``balanced`` makes the first ranks one longer
     (numpy.array_split), ``chunk`` makes all but the last ones ceil(length / n) long (torch.chunk, DTensor).
+    ``copies`` neighbouring ranks hold the same piece, as ranks do that share a key/value head: there are n / copies
+    pieces, and as many ``sizes``.
     """
 
     dim: int
     axis: Axes
     sizes: tuple[int, ...] | None = None
     rule: Rule = "balanced"
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.copies < 1:
+            raise ValueError(f"copies={self.copies} of a split: expected at least 1, the ranks that share a piece")
 
     def __repr__(self) -> str:
         sizes = "" if self.sizes is None else f", sizes={self.sizes}"
         rule = "" if self.rule == "balanced" else f", rule={self.rule!r}"
-        return f"Split({self.dim}, {self.axis!r}{sizes}{rule})"
+        copies = "" if self.copies == 1 else f", copies={self.copies}"
+        return f"Split({self.dim}, {self.axis!r}{sizes}{rule}{copies})"
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,11 @@ def _axes(placement: Split | Partial | Each) -> tuple[str, ...]:
 def _piece(split: Split, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[int, int]:
     if not -len(shape) <= split.dim < len(shape):
         raise ValueError(f"{split} cuts dimension {split.dim} of a tensor of shape {shape}")
-    length, n = shape[split.dim], mesh.axis_size(split.axis)
+    length, ranks = shape[split.dim], mesh.axis_size(split.axis)
+    if ranks % split.copies:
+        raise ValueError(f"{split}: the number of ranks, {ranks}, must be a multiple of copies")
+    n, at = ranks // split.copies, mesh.coordinate(rank, split.axis) // split.copies
     sizes = cut(length, n, split.rule) if split.sizes is None else split.sizes
     if len(sizes) != n or sum(sizes) != length or min(sizes) < 0:
         raise ValueError(f"{split}: the sizes must be {n} lengths that add up to {length}")
-    at = mesh.coordinate(rank, split.axis)
     return sum(sizes[:at]), sizes[at]

@@ -204,6 +204,15 @@ def test_replicas_are_compared_bit_by_bit() -> None:
         assert replicas_disagree("x", Partial("dp"), mesh, observed(parts), (2,)) is None, "not replicas"
 
 
+def test_copies_of_a_piece_are_replicas() -> None:
+    parts = [np.array([1.0]), np.array([1.0]), np.array([2.0]), np.array([3.0])]
+    mesh, split = Mesh.of(tp=4), Split(0, "tp", copies=2)
+    finding = replicas_disagree("x", split, mesh, observed(parts), (2,))
+    assert finding is not None
+    assert finding.message == "x is replicated on rank 2 (tp=2) and rank 3 (tp=3), but its bits differ"
+    assert replicas_disagree("x", split, mesh, observed([*parts[:3], parts[2]]), (2,)) is None
+
+
 def test_same_bits_looks_at_shape_and_not_at_memory_order() -> None:
     assert same_bits(WANT, np.asfortranarray(WANT))
     assert same_bits(np.array([math.nan]), np.array([math.nan]))

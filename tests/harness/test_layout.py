@@ -116,6 +116,24 @@ def test_given_sizes_and_negative_dimensions() -> None:
     assert (part.lead, part.ranges) == ((1,), ((0, 2), (0, 4))), "dimensions are those after Each"
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 12), st.sampled_from(["balanced", "chunk"]))
+def test_neighbouring_ranks_hold_copies_of_one_piece(pieces: int, copies: int, length: int, rule: Any) -> None:
+    mesh = Mesh.of(dp=2, tp=pieces * copies, order="dp-tp")
+    layout = Split(0, "tp", rule=rule, copies=copies)
+    held = [window((length,), layout, mesh, rank).ranges[0] for rank in range(mesh.size)]
+    lengths = cut(length, pieces, rule)
+    starts = np.cumsum([0, *lengths]).tolist()
+    assert held == [(starts[r // 2 // copies], lengths[r // 2 // copies]) for r in range(mesh.size)]
+
+
+def test_copies_have_one_size_a_piece() -> None:
+    split = Split(0, "tp", sizes=(1, 3), copies=2)
+    assert [window((4,), split, Mesh.of(tp=4), rank).ranges[0] for rank in range(4)] == [(0, 1), (0, 1), (1, 3), (1, 3)]
+    assert layout_text(split) == "Split(0, 'tp', sizes=(1, 3), copies=2)"
+    with pytest.raises(ValueError, match="copies=0 of a split: expected at least 1"):
+        Split(0, "tp", copies=0)
+
+
 def test_what_a_candidate_leaves_out_of_a_layout() -> None:
     assert with_each(Whole(), ("dp",)) == (Each(("dp",)),)
     assert with_each(Split(0, "tp"), ()) == (Each(()), Split(0, "tp"))
@@ -154,6 +172,8 @@ def test_placements_are_each_first_and_no_whole() -> None:
         ((), Split(0, "tp"), "cuts dimension 0 of a tensor of shape ()"),
         ((4,), Split(0, "tp", sizes=(4,)), "the sizes must be 2 lengths that add up to 4"),
         ((4,), Split(0, "tp", sizes=(1, 2)), "the sizes must be 2 lengths that add up to 4"),
+        ((4,), Split(0, "tp", sizes=(2, 2), copies=2), "the sizes must be 1 lengths that add up to 4"),
+        ((4,), Split(0, "dp", copies=2), "copies=2): the number of ranks, 3, must be a multiple of copies"),
         ((4,), Split(0, "tp", sizes=(5, -1)), "the sizes must be 2 lengths that add up to 4"),
         ((4,), Each("dp"), "needs a first dimension of 3, but the shape is (4,)"),
         ((), Each("dp"), "needs a first dimension of 3, but the shape is ()"),
