@@ -25,6 +25,7 @@ from trials import CANDIDATES, candidate, line
 
 from harness.case_file import read
 from harness.cli import main
+from harness.properties import PROPERTIES
 from harness.report.terminal import causes_first
 from harness.verdict import Finding
 
@@ -124,7 +125,7 @@ def test_an_unusable_candidate_is_told_once_for_all_subjects() -> None:
     result = verify(candidate("raising_on_import.py:Mine"), "--examples", "5")
     assert result.exit_code == 1
     assert result.output.count("ModuleNotFoundError: No module named 'no_such_library'") == 1
-    assert result.output.count("fault: error") == 4, "as progress, and in the table"
+    assert result.output.count("fault: error") == 2 * len(PROPERTIES), "as progress, and in the table"
     assert "replay" not in result.output
 
 

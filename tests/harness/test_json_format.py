@@ -6,18 +6,20 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from trials import BAD
 
 from harness.case_file import Reproducer
 from harness.events import Failure, Row, RunDone
+from harness.properties import PROPERTIES
 from harness.report.json_file import write_json
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, Kind, Verdict
 from reference.codec import decode, encode
+from reference.embedding import EmbeddingRecipes
+from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
-from reference.mesh import MeshCase
 from reference.recipe import KINDS, Recipe
 
 TEXT = (Path(__file__).parents[2] / "docs" / "json.md").read_text("utf-8")
@@ -49,6 +51,7 @@ def test_the_keys_of_a_run(run: Any) -> None:
     assert set(documented("A failure")) == set(failure)
     assert set(documented("A finding")) == set(failure["findings"][0])
     assert row["refusals"] == [["why", 2]]
+    assert re.findall(r"`([\w-]+)`", documented("A failure")["kind"][0]) == list(get_args(Kind))
 
 
 def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
@@ -59,7 +62,8 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "kind"), [("A case of mesh", MeshCase), ("A case of linear", LinearCase), ("A recipe", Recipe)]
+    ("heading", "kind"),
+    [*((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()), ("A recipe", Recipe), ("Ids", Ids)],
 )
 def test_the_fields_of_a_case_and_their_defaults(heading: str, kind: Any) -> None:
     table = documented(heading)
@@ -71,10 +75,12 @@ def test_the_fields_of_a_case_and_their_defaults(heading: str, kind: Any) -> Non
 
 
 def test_the_names_that_recipes_have() -> None:
-    (_, kinds) = documented("A recipe")["kind"]
-    assert set(re.findall(r"`(\w+)`", kinds)) == set(KINDS)
-    (_, tensors) = documented("A case of linear")["recipes"]
-    assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(LinearRecipes)]
+    for heading, kinds in (("A recipe", KINDS), ("Ids", IDS)):
+        (_, text) = documented(heading)["kind"]
+        assert set(re.findall(r"`(\w+)`", text)) == set(kinds)
+    for subject, recipes in (("linear", LinearRecipes), ("embedding", EmbeddingRecipes)):
+        (_, tensors) = documented(f"A case of {subject}")["recipes"]
+        assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]
 
 
 def test_the_line_that_is_shown_can_be_read() -> None:

@@ -110,8 +110,11 @@ def test_groups_that_the_candidate_does_not_claim_to_compute_are_not_held_agains
 
 def test_a_candidate_that_cannot_be_described() -> None:
     result = replay(line("declaring.py:UnknownFeature"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2, "wrong use, as in verify"
     assert "supports names 'teleportation'" in result.output
+    result = replay(line("declaring.py:Raises"))
+    assert result.exit_code == 1
+    assert "the candidate raised in its declarations on rank 0: KeyError: 'axes'" in result.output
 
 
 def test_a_nonsensical_deadline() -> None:
