@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import strategies.linear
+import strategies.transformer
 from reference.layout import Each, Layout, Partial, Placement, Split, Whole
 from reference.linear import LinearCase, LinearRecipes
 from reference.mesh import AXES, Mesh
@@ -37,6 +38,11 @@ def _made_exact(case: LinearCase) -> LinearCase:
 
 #: Linear cases in which nothing rounds and everything is finite.
 exact_linear_cases = strategies.linear.cases(FULL).map(_made_exact)
+
+#: Transformer layers that have expected values.
+transformer_cases = strategies.transformer.cases(
+    Scope(max_world=8, features=frozenset(strategies.transformer.FEATURES) - {"transformer_dropout"})
+)
 
 small_meshes = meshes(AXES, 24, most=len(AXES))
 
