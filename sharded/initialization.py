@@ -21,14 +21,19 @@ Init: TypeAlias = Literal["full", "per_rank"]
 INITS: tuple[Init, ...] = ("full", "per_rank")
 
 
-def generator(seed: int, *key: object) -> torch.Generator:
-    """A random stream of its own for every seed and key, the same in every process.
+def derived_seed(seed: int, *key: object) -> int:
+    """A seed of its own for every seed and key, the same in every process.
 
     Neighbouring seeds and keys are hashed apart: adding a rank to a seed would give rank 1 of seed 0 the numbers of
     rank 0 of seed 1.
     """
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return int.from_bytes(digest, "big")
+
+
+def generator(seed: int, *key: object) -> torch.Generator:
+    """The random stream of `derived_seed`."""
+    return torch.Generator().manual_seed(derived_seed(seed, *key))
 
 
 def uniform(shape: Sequence[int], bound: float, dtype: torch.dtype, stream: torch.Generator) -> torch.Tensor:
@@ -47,13 +52,18 @@ def initial(
     seed: int,
     bound: float,
     dtype: torch.dtype,
+    copies: int = 1,
 ) -> torch.Tensor:
-    """This rank's part of a parameter of whole ``shape``, cut along ``cut_dim``; all of it where that is None."""
+    """This rank's part of a parameter of whole ``shape``, cut along ``cut_dim``; all of it where that is None.
+
+    copies: so many neighbouring ranks hold the same part.
+    """
     if cut_dim is None:
         return uniform(shape, bound, dtype, generator(seed, name))
-    offset, length = piece(shape[cut_dim], group.size(), group.rank())
+    index = group.rank() // copies
+    offset, length = piece(shape[cut_dim], group.size() // copies, index)
     if init == "full":
         whole = uniform(shape, bound, dtype, generator(seed, name))
         return whole.narrow(cut_dim, offset, length).clone(memory_format=torch.contiguous_format)
     own_shape = [length if dim == cut_dim else n for dim, n in enumerate(shape)]
-    return uniform(own_shape, bound, dtype, generator(seed, name, group.rank()))
+    return uniform(own_shape, bound, dtype, generator(seed, name, index))

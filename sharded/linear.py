@@ -28,9 +28,10 @@ from sharded.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from sharded.linear_function import Sequence, linear
+from sharded.linear_function import Parameters, Sequence, linear, linears
 from sharded.main_grad import add_bias
 from sharded.parallel_linear import Options, Output, ParallelLinear
+from sharded.partial_gradients import mark_partial
 from sharded.sequence_parallel import mark
 
 
@@ -39,20 +40,33 @@ class ColumnParallelLinear(ParallelLinear):
 
     forward: x [T, I] -> [T, o]; gather_output: [T, O]; sequence_parallel: [t, I] -> [T, o]. The bias that
     skip_bias_add returns is as wide as the output. Options: see ParallelLinear.
+    copies: so many neighbouring ranks hold the same piece of the output features, for work that differs between them:
+    each has its part of the piece's gradient, and `partial_gradients.finish_partial_gradients` sums those.
 
-    Raises ValueError for gather_output with sequence_parallel.
+    Raises ValueError for gather_output with sequence_parallel or with copies.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, gather_output: bool = False, **options: Unpack[Options]
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        gather_output: bool = False,
+        copies: int = 1,
+        **options: Unpack[Options],
     ) -> None:
         if gather_output and options.get("sequence_parallel"):
             raise ValueError(
                 "gather_output=True with sequence_parallel=True: the whole output on every rank is what sequence "
                 "parallelism avoids; expected one of them, turn one off"
             )
-        super().__init__(in_features, out_features, 0, 0, **options)
+        if gather_output and copies > 1:
+            raise ValueError(f"gather_output=True with copies={copies}: expected one of them")
+        super().__init__(in_features, out_features, 0, 0, copies=copies, **options)
         self.gather_output = gather_output
+        if copies > 1:
+            for parameter in self.parameters():
+                mark_partial(parameter, copies)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor | None = None, *, sequence_length: int | None = None
@@ -62,11 +76,7 @@ class ColumnParallelLinear(ParallelLinear):
         weight = self._weight(weight)
         self._require_input(x, self.in_features)
         bias = None if self.skip_bias_add else self.bias
-        if self.sequence_parallel:
-            sequence = Sequence(self.group, sequence_length)
-            y = linear(x, weight, bias, sequence=sequence, to_main_grad=self.main_grad)
-        else:
-            y = linear(copy_to_group(x, self.group), weight, bias, to_main_grad=self.main_grad)
+        (y,) = self._products(x, [(weight, bias)], sequence_length)
         if self.gather_output:
             y = self._gathered(y)
         if not self.skip_bias_add:
@@ -76,8 +86,29 @@ class ColumnParallelLinear(ParallelLinear):
             returned = self._gathered(returned)
         return y, returned
 
+    def _products(
+        self, x: torch.Tensor, parameters: list[Parameters], sequence_length: int | None
+    ) -> tuple[torch.Tensor, ...]:
+        if self.sequence_parallel:
+            sequence = Sequence(self.group, sequence_length)
+            return linears(x, parameters, sequence=sequence, to_main_grad=self.main_grad)
+        return linears(copy_to_group(x, self.group), parameters, to_main_grad=self.main_grad)
+
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         return gather_from_group(x, self.group, dim=-1, length=self.out_features)
+
+
+def shared_columns(
+    x: torch.Tensor, layers: tuple[ColumnParallelLinear, ...], *, sequence_length: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of column layers that read the same input and have the same options but for their sizes.
+
+    One after the other, each would gather the input and reduce its gradient again; together they do it once. x and
+    sequence_length as in `ColumnParallelLinear`; every result [T, o], its layer's bias added.
+    """
+    first = layers[0]
+    first._require_input(x, first.in_features)
+    return first._products(x, [(layer._weight(None), layer.bias) for layer in layers], sequence_length)
 
 
 class RowParallelLinear(ParallelLinear):

@@ -67,6 +67,11 @@ def returned(bias: torch.Tensor) -> torch.Tensor:
     return apply(Returned, bias)
 
 
+def widened(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter in its buffer's precision, for elementwise use; its gradient goes to the buffer."""
+    return apply(Widened, parameter)
+
+
 class AddBias(torch.autograd.Function):
     """[..., out], [out] -> [..., out]"""
 
@@ -95,3 +100,17 @@ class Returned(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> None:
         add_sum(ctx.bias, grad)
+
+
+class Widened(torch.autograd.Function):
+    """[...] -> [...]"""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter.to(require(parameter).dtype, copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        require(ctx.parameter).add_(grad)

@@ -17,17 +17,22 @@ from sharded.process_groups import default_group
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Options(TypedDict, total=False):
-    """The keywords that both layers take; meaning and defaults are ParallelLinear's."""
+class BlockOptions(TypedDict, total=False):
+    """The keywords that a block hands to each of its layers; meaning and defaults are ParallelLinear's."""
 
     bias: bool
     group: ProcessGroup | None
     sequence_parallel: bool
-    skip_bias_add: bool
     main_grad: bool
     dtype: torch.dtype | None
     device: torch.device | str | None
     init: Init
+
+
+class Options(BlockOptions, total=False):
+    """The keywords that both layers take."""
+
+    skip_bias_add: bool
     seed: int
     build_weight: bool
 
@@ -44,6 +49,7 @@ class ParallelLinear(nn.Module):
     dtype, device: of the parameters; by default torch's.
     init, seed: see initialization.py; weight and bias are uniform in +-1/sqrt(in_features), as in torch.nn.Linear.
     build_weight: False where every forward is given the weight, which belongs to another layer.
+    copies: so many neighbouring ranks hold the same piece; it divides the group's size.
 
     Raises TypeError or ValueError, before anything is sent, for an argument that it cannot work with.
     """
@@ -68,17 +74,22 @@ class ParallelLinear(nn.Module):
         init: Init = "full",
         seed: int = 0,
         build_weight: bool = True,
+        copies: int = 1,
     ) -> None:
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
         _check(in_features, out_features, group, dtype, init, seed)
         self.in_features, self.out_features = in_features, out_features
         self.group = default_group() if group is None else group
+        _check_copies(copies, self.group)
+        self.copies = copies
         self.sequence_parallel, self.skip_bias_add, self.main_grad = sequence_parallel, skip_bias_add, main_grad
 
         def parameter(name: str, shape: tuple[int, ...], cut_dim: int | None) -> nn.Parameter:
             bound = 1 / math.sqrt(in_features)
-            values = initial(name, shape, cut_dim, self.group, init=init, seed=seed, bound=bound, dtype=dtype)
+            values = initial(
+                name, shape, cut_dim, self.group, init=init, seed=seed, bound=bound, dtype=dtype, copies=copies
+            )
             made = nn.Parameter(values.to(device or torch.get_default_device()))
             if main_grad:
                 attach(made)
@@ -90,7 +101,7 @@ class ParallelLinear(nn.Module):
         self.bias = parameter("bias", (out_features,), cut_bias_dim) if bias else None
 
     def _own(self, features: int) -> int:
-        return piece(features, self.group.size(), self.group.rank())[1]
+        return piece(features, self.group.size() // self.copies, self.group.rank() // self.copies)[1]
 
     def _weight(self, given: torch.Tensor | None) -> torch.Tensor:
         """The weight to multiply with, checked."""
@@ -141,3 +152,8 @@ def _check(
         raise ValueError(f"init={init!r}: expected one of {', '.join(INITS)}")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed={seed!r}: expected an int")
+
+
+def _check_copies(copies: int, group: ProcessGroup) -> None:
+    if copies < 1 or group.size() % copies:
+        raise ValueError(f"copies={copies} on a group of {group.size()} ranks: expected a number that divides it")

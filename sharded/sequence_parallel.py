@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sharded.main_grad import buffer_of
+from sharded.partial_gradients import sum_over_group
 
 
 def mark(parameter: torch.Tensor) -> None:
@@ -27,31 +26,10 @@ def is_marked(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
-@torch.no_grad()
 def finish_sequence_parallel_gradients(parameters: Iterable[torch.Tensor], group: ProcessGroup) -> None:
     """Sums the gradients (``main_grad`` where there is one, else ``.grad``) of the marked parameters over the group.
 
     One all-reduce for each dtype. Every rank must call it with the same parameters in the same order. Frozen
     parameters are left out; a missing gradient counts as zeros, as it may be missing on some ranks only.
     """
-    if group.size() == 1:
-        return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if is_marked(parameter) and parameter.requires_grad:
-            gradient = _gradient(parameter)
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split_with_sizes([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    buffer = buffer_of(parameter)
-    if buffer is not None:
-        return buffer
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    sum_over_group([(parameter, group.size()) for parameter in parameters if is_marked(parameter)], group)

@@ -60,7 +60,8 @@ def _every_shard_from_the_same_seed() -> list[Patch]:
     ) -> torch.Tensor:
         own = list(shape)
         if cut_dim is not None:
-            own[cut_dim] = piece(shape[cut_dim], group.size(), group.rank())[1]
+            copies = how.get("copies", 1)
+            own[cut_dim] = piece(shape[cut_dim], group.size() // copies, group.rank() // copies)[1]
         stream = initialization.generator(how["seed"], name)
         return initialization.uniform(own, how["bound"], how["dtype"], stream)
 
