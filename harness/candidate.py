@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from reference.cross_entropy import CrossEntropyCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
+    from reference.traffic import Transfer
+    from reference.transformer import TransformerCase
 
 
 class NotOffered(Exception):
@@ -127,6 +130,11 @@ class Candidate:
     def activate(self) -> None:
         """Called on every rank before a case: make this instance's mesh the current one, if it is a global."""
 
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        """The collectives that this candidate does for a case, where they are not those that the algebra needs: a
+        correct implementation may choose, and declares it here. More than is declared is reported."""
+        return needed
+
     # What a candidate may offer, declared for the signatures: `offers` asks whether the class overrides them.
 
     def column_linear(self, case: LinearCase) -> Sharded:
@@ -139,6 +147,21 @@ class Candidate:
 
     def embedding(self, case: EmbeddingCase) -> Sharded:
         """Subject embedding: a table [rows, hidden] that is cut along its rows."""
+        raise NotImplementedError
+
+    def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
+        """Subject cross_entropy: the loss of logits [..., width] that are cut along their columns, and whole targets. It
+        has no parameters: ``Sharded(function)``."""
+        raise NotImplementedError
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        """Subject transformer: a layer whose heads and ffn are cut. Its parameters are named as in
+        `reference.transformer.shapes`; forward is called with the input alone, once for each micro-batch in turn."""
+        raise NotImplementedError
+
+    def dropout_masks(self, case: TransformerCase) -> Mapping[str, torch.Tensor]:
+        """Subject transformer, cases with dropout: what this rank's dropout makes of at least 128 ones in "replicated"
+        regions, whose activations all ranks along the layer's axis hold, and in "sharded" ones."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

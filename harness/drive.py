@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +12,18 @@ import torch
 from harness.candidate import Sharded
 from harness.exercise import Exercise, MicroBatch
 from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
-from harness.observation import LocalTensor, Observation
+from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.wiring import initial, layout_of, require_known, require_parameter, require_sharded
+from harness.world.traffic import Recorder
 from reference.layout import Layout, of_gradient
+from reference.traffic import Phase
 
 
-def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
+def drive(exercise: Exercise, build: Callable[[], Sharded], traffic: Recorder | None = None) -> Observation:
     """Builds the module, gives it its parameters, runs every micro-batch, and reads what came of it.
+
+    traffic: records the collectives of this rank; without it none are reported.
 
     Raises WrongAdapter where the candidate describes what it built wrongly, WrongResult where the module hands back
     something that is not what was asked for, and CandidateRaised where its code raises.
@@ -28,7 +32,7 @@ def drive(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
         built = build()
     sharded = require_sharded(built)
     require_known(exercise.names, sharded)
-    return _Drive(exercise, sharded).run()
+    return _Drive(exercise, sharded, traffic).run()
 
 
 def attempt(exercise: Exercise, build: Callable[[], Sharded]) -> Observation:
@@ -61,6 +65,8 @@ class _Drive:
 
     exercise: Exercise
     sharded: Sharded
+    traffic: Recorder | None = None
+    sent: list[Sent] = field(default_factory=list)
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
 
@@ -77,12 +83,20 @@ class _Drive:
         self._load(held)
         self._micro_batches()
         if self.sharded.finish is not None and self.exercise.backward != "never":
-            with phase("finish"):
+            with phase("finish"), self._sending("finish", 0):
                 self.sharded.finish()
         for name, parameter in held.items():
             self._read_gradient(name, parameter)
         self.purity.release()
-        return Observation(self.tensors, self.layouts, tuple(self.purity.report()))
+        return Observation(self.tensors, self.layouts, tuple(self.purity.report()), tuple(self.sent))
+
+    @contextmanager
+    def _sending(self, what: Phase, m: int) -> Iterator[None]:
+        """What is sent inside belongs to a phase of a micro-batch."""
+        before = 0 if self.traffic is None else len(self.traffic.records())
+        yield
+        if self.traffic is not None:
+            self.sent += [Sent(what, m, one) for one in self.traffic.records()[before:]]
 
     def first_forward(self) -> None:
         self.purity = Purity()
@@ -125,7 +139,7 @@ class _Drive:
                 self.layouts[f"{name}.grad"] = of_grad
             inputs[name] = exercise.local(name, given, said).requires_grad_(given.requires_grad)
             self.purity.watch(name, inputs[name])
-        with phase(f"forward of micro-batch {m}"):
+        with phase(f"forward of micro-batch {m}"), self._sending("forward", m):
             returned = sharded.forward(*inputs.values())
         outputs = self._outputs(returned, micro_batch)
         for name, output in outputs.items():
@@ -148,7 +162,7 @@ class _Drive:
                 raise WrongResult(
                     f"forward returned {reprlib.repr(value)} as {name}; expected a tensor of local shape {shape}"
                 )
-            require_like(name, as_local(value), shape, self.exercise.dtype)
+            require_like(name, as_local(value), shape, result.dtype or self.exercise.dtype)
             outputs[name] = as_local(value)
         return outputs
 
@@ -166,7 +180,7 @@ class _Drive:
             gradient = self.exercise.local(what, micro_batch.output_grad, of_gradient(self.layouts[first]))
             self.purity.watch(what, gradient)
             done.append(what)
-            with phase(f"backward of micro-batch {m}"):
+            with phase(f"backward of micro-batch {m}"), self._sending("backward", m):
                 torch.autograd.backward(flight.consumed, gradient)
         for name, value in flight.inputs.items():
             self.tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(f"{name}.grad", value.grad)

@@ -17,19 +17,21 @@ Outputs: TypeAlias = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Given:
-    """A global tensor that goes in, float64 or whole numbers, and its layout."""
+    """A global tensor that goes in, float64 or whole numbers, and its layout. dtype: where not that of the exercise."""
 
     values: torch.Tensor
     layout: Layout
     requires_grad: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that must come out: its global shape and layout."""
+    """A tensor that must come out: its global shape and layout. dtype: where not that of the exercise."""
 
     shape: tuple[int, ...]
     layout: Layout
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ class Exercise:
             raise WrongAdapter(_misfit(name, layout, error)) from None
 
     def local(self, name: str, given: Given, layout: Layout | None = None) -> torch.Tensor:
-        """This rank's part of a tensor that goes in, in the dtype under test or whole numbers, as a tensor of its own.
+        """This rank's part of a tensor that goes in, in its dtype, as a tensor of its own.
 
         Of a partial tensor every element is on one of the ranks, and zero on the others.
         """
         layout = layout or given.layout
         part = self.window(name, tuple(given.values.shape), layout).take(given.values)
-        part = part.to(self.dtype) if part.is_floating_point() else part
+        part = part.to(given.dtype or self.dtype) if part.is_floating_point() else part
         axes = partial_axes(layout)
         if axes:
             elements = torch.arange(part.numel()).view(part.shape)

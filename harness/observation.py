@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.world.traffic import Collective
 from reference.layout import Layout
+from reference.traffic import Phase, Transfer
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,28 @@ class LocalTensor:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A collective that this rank took part in, in a phase of a micro-batch (0 for ``finish``)."""
+
+    phase: Phase
+    micro_batch: int
+    collective: Collective
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one rank saw of a case.
 
     tensors: outputs and gradients by name, None where there is none.
     layouts: how the rank's candidate says that each is cut, where it departs from the subject's own.
     side_effects: what the candidate changed that it must not, one sentence each.
+    sent: the collectives, in their order. due: those that the candidate says it does, where not what the subject needs.
     facts: anything else a subject looks at, plain data.
     """
 
     tensors: Mapping[str, LocalTensor | None] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     side_effects: tuple[str, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    due: tuple[Transfer, ...] | None = None
     facts: Mapping[Any, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,9 @@ from harness.candidates.known_faults import WithKnownFaults
 from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
+from reference.linear_traffic import with_input_gradient
 from reference.mesh import Mesh
+from reference.traffic import Transfer
 
 if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
@@ -97,6 +100,14 @@ class MegatronCore(WithKnownFaults):
         generator = parallel_state.RankGenerator(**sizes, order=order)
         ranks: list[list[int]] = generator.get_ranks("-".join(axes))
         return ranks
+
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if not isinstance(case, LinearCase):
+            return needed
+        if case.kind == "column" and case.trained and "input" not in case.trained:
+            # A column layer reduces the gradient of its input also where nobody wants it.
+            return with_input_gradient(case, needed)
+        return needed
 
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.bias and not case.skip_bias_add and case.bias_requires_grad and not case.weight_requires_grad:

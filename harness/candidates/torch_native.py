@@ -6,7 +6,8 @@ granted), skip_bias_add, main_grad and a weight passed at call, which a plain li
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo  # DTensor imports it at first use, for seconds: once, before ranks are forked, instead
@@ -21,7 +22,9 @@ from harness.groups import device_mesh
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
+from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
+from reference.traffic import Transfer
 
 
 class TorchNative(WithKnownFaults):
@@ -54,6 +57,12 @@ class TorchNative(WithKnownFaults):
         if len(present) == 1:
             return self.device_mesh.get_group(present[0])
         return self.device_mesh[tuple(present)]._flatten().get_group()
+
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if isinstance(case, LinearCase) and case.kind == "row" and case.trained == {"bias"}:
+            # DTensor gathers the gradient of the output for the product, also where only the bias trains.
+            return with_output_gradient(case, needed)
+        return needed
 
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.out_features == 1 and case.bias and case.bias_requires_grad:  # so on one rank: features are even

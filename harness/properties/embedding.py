@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,10 +19,12 @@ from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.refusal import judge_refusal
 from harness.properties.tensors import Want, judge_tensors
-from harness.session import Session
+from harness.properties.traffic import judge_traffic
+from harness.session import Session, phase
 from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.embedding import EmbeddingCase, Tensors, expected, tensors
+from reference.embedding_traffic import needed
 from reference.layout import Each, Layout, Rule, Split, Whole, cut
 
 _NAMES = Names(parameters=("weight",), inputs=("input",), outputs=("output",))
@@ -59,7 +62,11 @@ def on_rank(context: RankContext, spec: Spec, case: EmbeddingCase) -> Observatio
         transposed=case.transposed,
         main_grad=case.main_grad,
     )
-    return (attempt if case.invalid else drive)(exercise, lambda: candidate.embedding(case))
+    if case.invalid:
+        return attempt(exercise, lambda: candidate.embedding(case))
+    with phase("its declarations"):
+        due = tuple(candidate.traffic(case, needed(case)))
+    return replace(drive(exercise, lambda: candidate.embedding(case), context.traffic), due=due)
 
 
 def judge(case: EmbeddingCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
@@ -76,7 +83,9 @@ def judge(case: EmbeddingCase, description: Description, want: dict[str, Want], 
 
     others = {**given, **expected(case, given)}
     why = explanation(forms, case.mesh, worlds[0], others, len(case.leading), suspects)
-    return judge_tensors(want, forms, case.mesh, worlds[0], why)
+    verdict = judge_tensors(want, forms, case.mesh, worlds[0], why)
+    traffic = judge_traffic(case.mesh, needed(case), worlds[0])
+    return replace(verdict, findings=(*verdict.findings, *traffic))
 
 
 def _out_of_range(case: EmbeddingCase) -> str:

@@ -1,4 +1,4 @@
-"""Linear: outputs and gradients of column and row layers equal one process, bit by bit on lattice data."""
+"""Linear: outputs and gradients equal one process, bit by bit on lattice data; the traffic is what is needed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from harness.properties.linear_initial import judge_initial
 from harness.properties.linear_suspects import explain
 from harness.properties.modules import forms_of, wanted
 from harness.properties.tensors import Want, judge_tensors
-from harness.session import Session
+from harness.properties.traffic import judge_traffic
+from harness.session import Session, phase
 from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.layout import Each, Layout, Split, Whole, placements
 from reference.linear import LinearCase, expected, tensors
+from reference.linear_traffic import needed
 from reference.mesh import Mesh
 
 _NAMES = Names(parameters=("weight", "bias"), inputs=("input",), outputs=("output", "output_bias"))
@@ -76,8 +78,10 @@ def on_rank(context: RankContext, spec: Spec, run: LinearCase | Alone) -> Observ
     if not candidate.offers(f"{case.kind}_linear"):
         raise NotOffered(f"{spec.text} has no {case.kind}_linear")
     build = candidate.column_linear if case.kind == "column" else candidate.row_linear
-    exercise = _exercise(case, candidate.uneven, context.rank)
-    return drive(replace(exercise, only_initial=isinstance(run, Alone)), lambda: build(case))
+    exercise = replace(_exercise(case, candidate.uneven, context.rank), only_initial=isinstance(run, Alone))
+    with phase("its declarations"):
+        due = tuple(candidate.traffic(case, needed(case)))
+    return replace(drive(exercise, lambda: build(case), context.traffic), due=due)
 
 
 def _exercise(case: LinearCase, uneven: str, rank: int) -> Exercise:
@@ -139,9 +143,9 @@ def judge(
         return explain(case, description, name, observed, form.layout, values, tolerance, form.dtype)
 
     verdict = judge_tensors(want, forms, case.mesh, observed, why)
-    return replace(
-        verdict, findings=(*verdict.findings, *(judge_initial(case, description, worlds) if case.init else []))
-    )
+    initial = judge_initial(case, description, worlds) if case.init else []
+    traffic = judge_traffic(case.mesh, needed(case), observed)
+    return replace(verdict, findings=(*verdict.findings, *initial, *traffic))
 
 
 def _expected(case: LinearCase, careful: bool = False) -> dict[str, Want]:

@@ -1,0 +1,154 @@
+"""The verdict on traffic: more than needed, another dtype, another order on some rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from trials import candidate
+
+from harness.bench import Bench
+from harness.observation import Observation, Sent
+from harness.properties import property_of
+from harness.properties.traffic import judge_traffic
+from harness.world.traffic import Collective
+from reference.linear import LinearCase
+from reference.linear_traffic import needed, with_input_gradient, with_output_gradient
+from reference.mesh import Mesh
+from reference.traffic import Transfer
+
+TP = Mesh.of(tp=2)
+REDUCE = Transfer("forward", 0, "all_reduce", "tp", 12, "float32")
+GATHER = Transfer("backward", 0, "all_gather", "tp", 6, "float32")
+
+
+def sent(due: Transfer, group: tuple[int, ...] = (0, 1), **changes: object) -> Sent:
+    operation = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    name = operation.get(due.operation, due.operation)
+    made = Collective(name, group, due.dtype, due.elements, 4 * due.elements)
+    return Sent(due.phase, due.micro_batch, dataclasses.replace(made, **changes))
+
+
+def judged(*ranks: Sequence[Sent], due: Sequence[Transfer] = (REDUCE, GATHER), mesh: Mesh = TP) -> list[str]:
+    observed = [Observation(sent=tuple(one)) for one in ranks]
+    findings = list(judge_traffic(mesh, due, observed))
+    assert all(finding.kind == "traffic" for finding in findings)
+    return [finding.message for finding in findings]
+
+
+RIGHT = [sent(REDUCE), sent(GATHER)]
+
+
+def test_what_is_needed_holds() -> None:
+    assert judged(RIGHT, RIGHT) == []
+    assert judged(RIGHT[::-1], RIGHT[::-1]) == [], "phases follow each other as the micro-batches do"
+    assert judged([], [], due=()) == []
+
+
+def test_the_shorter_piece_of_an_uneven_cut_may_travel_as_it_is() -> None:
+    shorter = [sent(REDUCE), sent(GATHER, elements=4)]
+    assert judged(RIGHT, shorter) == []
+
+
+def test_a_group_of_one_rank_moves_nothing() -> None:
+    extra = [[*RIGHT, sent(REDUCE, group=(rank,))] for rank in range(2)]
+    assert judged(*extra) == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        sent(REDUCE),
+        sent(REDUCE, operation="broadcast"),
+        sent(dataclasses.replace(REDUCE, phase="backward")),
+        sent(dataclasses.replace(REDUCE, micro_batch=1)),
+        sent(dataclasses.replace(GATHER, elements=7)),
+    ],
+)
+def test_more_than_needed_is_said(extra: Sent) -> None:
+    (message,) = judged([*RIGHT, extra], [*RIGHT, extra])
+    assert message.startswith("more traffic than needed in the ")
+    assert extra.collective.operation in message
+
+
+def test_a_larger_payload_is_more() -> None:
+    larger = [sent(REDUCE, elements=13), sent(GATHER)]
+    more, missing = judged(larger, larger)
+    assert "13 elements" in more
+    assert (
+        missing == "no traffic where some is needed: forward of micro-batch 0: all_reduce over tp, float32, 12 elements"
+    )
+
+
+def test_another_dtype_is_said_as_that() -> None:
+    doubled = [sent(REDUCE, dtype="float64"), sent(GATHER)]
+    (message,) = judged(doubled, doubled)
+    assert message.startswith("another dtype than asked in the forward of micro-batch 0: all_reduce")
+    assert message.endswith("float64, 12 elements, where float32 is due")
+
+
+def test_what_is_missing_is_said_unless_it_is_optional() -> None:
+    (message,) = judged(RIGHT[:1], RIGHT[:1])
+    assert message.startswith("no traffic where some is needed: backward of micro-batch 0: all_gather over tp")
+    assert judged(RIGHT[:1], RIGHT[:1], due=(REDUCE, dataclasses.replace(GATHER, optional=True))) == []
+
+
+def test_the_group_must_be_that_of_the_axis() -> None:
+    mesh = Mesh.of(tp=2, dp=2)
+    right = [[sent(REDUCE, group=(0, 1))]] * 2 + [[sent(REDUCE, group=(2, 3))]] * 2
+    assert judged(*right, due=(REDUCE,), mesh=mesh) == []
+    everyone = [[sent(REDUCE, group=(0, 1, 2, 3))]] * 4
+    assert len(judged(*everyone, due=(REDUCE,), mesh=mesh)) == 2, "one too many, and one too few"
+
+
+def test_another_order_on_one_rank_is_said() -> None:
+    first, second = sent(REDUCE), sent(REDUCE, operation="broadcast")
+    found = judged([first, second], [second, first], due=())
+    assert found[0].startswith("ranks 0 and 1 do not take part in the same collectives: all_reduce")
+    assert judged([first], [], due=(dataclasses.replace(REDUCE, optional=True),)) != []
+    mesh = Mesh.of(tp=2, dp=2)
+    apart = [[sent(REDUCE, group=(0, 1))], [sent(REDUCE, group=(0, 1))], [], []]
+    assert "same collectives" not in " ".join(judged(*apart, due=(), mesh=mesh)), "ranks that do not meet may differ"
+
+
+def test_a_candidate_may_declare_what_it_does_instead() -> None:
+    more = Transfer("backward", 0, "all_reduce", "tp", 3, "float32")
+    observed = [Observation(sent=(*RIGHT, sent(more)), due=(REDUCE, GATHER, more))] * 2
+    assert list(judge_traffic(TP, (REDUCE, GATHER), observed)) == []
+    undeclared = [dataclasses.replace(one, due=None) for one in observed]
+    assert list(judge_traffic(TP, (REDUCE, GATHER), undeclared)) != []
+
+
+def test_layers_that_do_not_look_who_trains_declare_what_they_reduce() -> None:
+    column = LinearCase(TP, "column", 3, 4, ((5,),), input_requires_grad=False)
+    assert needed(column) == ()
+    assert with_input_gradient(column, ()) == (Transfer("backward", 0, "all_reduce", "tp", 15, "float32"),)
+    row = LinearCase(
+        TP,
+        "row",
+        4,
+        3,
+        ((4,),),
+        bias=True,
+        sequence_parallel=True,
+        input_requires_grad=False,
+        weight_requires_grad=False,
+    )
+    gathers = with_output_gradient(row, needed(row))
+    assert set(gathers) - set(needed(row)) == {Transfer("backward", 0, "all_gather", "tp", 6, "float32")}
+
+
+ROW = LinearCase(TP, "row", 4, 3, ((2,), (3,)))
+
+
+def test_right_values_with_more_traffic_are_a_fault_on_ranks() -> None:
+    with Bench(candidate("chatty.py:Twice")) as bench:
+        verdict = bench.once(property_of("linear"), ROW).verdict
+    assert verdict.kind == "traffic"
+    assert (
+        "more traffic than needed in the forward of micro-batch 0: all_reduce on group [0, 1], float32, 3 elements"
+        in (verdict.findings[0].message)
+    )
+    with Bench(candidate("chatty.py:Declared")) as bench:
+        assert bench.once(property_of("linear"), ROW).verdict.holds
