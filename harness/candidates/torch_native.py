@@ -78,7 +78,9 @@ class TorchNative(WithKnownFaults):
     def row_linear(self, case: LinearCase) -> Sharded:
         if case.in_features == 1 and any(len(dims) > 1 and dims[-1] == 1 for dims in case.leading):
             self.known_fault("row layer of one feature, on one rank: forward raises in DTensor's view")
-        if case.bias and case.exact and not _bias_share_is_exact(case):
+        # Among data that rounds anyway it shows where a sum does not: below the normal range.
+        subnormal = case.parallel_size > 1 and case.recipes.bias.kind == "subnormal"
+        if case.bias and (subnormal or (case.exact and not _bias_share_is_exact(case))):
             self.known_fault("row layer with a bias: each rank adds bias / tp before the sum, and that is rounded")
         style = RowwiseParallel(
             input_layouts=Shard(-1) if case.input_is_parallel else Replicate(),
