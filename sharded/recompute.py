@@ -9,31 +9,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd.function import once_differentiable
 
+from sharded.autograd import apply
 from sharded.random import RandomTracker, States
 
 
-def checkpoint(
-    function: Callable[..., torch.Tensor], *arguments: torch.Tensor | None, tracker: RandomTracker
-) -> torch.Tensor:
-    """function(*arguments), whose saved tensors are computed again when backward first needs one.
+def checkpoint(function: Callable[..., torch.Tensor], *arguments: torch.Tensor, tracker: RandomTracker) -> torch.Tensor:
+    """function(*arguments), which runs again, whole and with its collectives, where its backward begins.
 
-    The whole function runs again, with its collectives. torch would by default stop after the last tensor that
-    backward needs, which may be before a collective on one rank and after it on another.
+    function: of tensors, with random numbers from the tracker or the default generator.
     """
     replayed = Replayed(tracker, tracker.state())
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), replayed
 
-    with torch_checkpoint.set_checkpoint_early_stop(False):
-        result: torch.Tensor = torch_checkpoint.checkpoint(
-            function, *arguments, use_reentrant=False, context_fn=contexts
-        )
+    def anchored(*arguments: torch.Tensor) -> torch.Tensor:
+        return apply(Anchor, function(*arguments))
+
+    result: torch.Tensor = torch_checkpoint.checkpoint(anchored, *arguments, use_reentrant=False, context_fn=contexts)
     return result
+
+
+class Anchor(torch.autograd.Function):
+    """[...] -> [...], whose backward wants a saved tensor.
+
+    torch runs a function again from the first tensor that backward asks for to the last that forward saved. Where those
+    are depends on the options: a bias, dropout. The anchor is both, so that the collectives come in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return grad
 
 
 class Replayed:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 from sharded_ranks import Traffic
 
+from sharded import attention_core, random, transformer
 from sharded.transformer import TransformerLayer, finish_gradients
 
 HIDDEN_KEYS = {4: [3, 2], 8: [7]}  # by length: the first key that is padding, by sequence
@@ -99,8 +103,8 @@ def plain_rotary(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def plain_layer(case: Block, x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The layer on one process, head by head: x [S, B, H]."""
+def plain_layer(case: Block, x: torch.Tensor, p: dict[str, torch.Tensor], drops: list[torch.Tensor]) -> torch.Tensor:
+    """The layer on one process, head by head: x [S, B, H]; drops: what dropout multiplies with, in turn."""
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         y = x @ p[f"{name}_weight"].T
@@ -122,8 +126,8 @@ def plain_layer(case: Block, x: torch.Tensor, p: dict[str, torch.Tensor]) -> tor
             scores = scores + torch.full((S, S), -math.inf, dtype=x.dtype).triu(1)
         if case.mask == "padding":
             scores = torch.where(mask[:, None], scores, torch.full_like(scores, -math.inf))
-        outputs.append(torch.einsum("bst,tbd->sbd", scores.softmax(-1), v[:, :, kv]))
-    y = x + linear(torch.cat(outputs, -1), "o")
+        outputs.append(torch.einsum("bst,tbd->sbd", scores.softmax(-1) * drops[0][:, a], v[:, :, kv]))
+    y = x + linear(torch.cat(outputs, -1), "o") * drops[1]
     h = plain_norm(case, y, p, "norm2")
     u = linear(h, "up")
     if case.option("activation", "gelu") == "gelu":
@@ -131,7 +135,39 @@ def plain_layer(case: Block, x: torch.Tensor, p: dict[str, torch.Tensor]) -> tor
     else:
         gate = linear(h, "gate")
         u = gate * torch.sigmoid(gate) * u
-    return y + linear(u, "down")
+    return y + linear(u, "down") * drops[2]
+
+
+@contextmanager
+def recorded_dropout() -> Iterator[list[torch.Tensor]]:
+    """What dropout multiplies with inside, in the order of the calls: 0 or 1 / (1 - p), all 1 where p is 0."""
+    factors: list[torch.Tensor] = []
+
+    def dropout(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        factors.append(random.dropout(torch.ones_like(x.detach()), *arguments))
+        return x * factors[-1]
+
+    places = (attention_core, transformer)
+    for place in places:
+        place.dropout = dropout
+    try:
+        yield factors
+    finally:
+        for place in places:
+            place.dropout = random.dropout
+
+
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def whole_drops(case: Block, factors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The factors of all heads [B, A, S, S], and of the two halves' outputs [S, B, H]."""
+    heads, *halves = zip(*gathered(factors, group), strict=True)
+    whole = [torch.cat(half) if case.option("sequence_parallel") else half[group.rank()] for half in halves]
+    return [torch.cat(heads, dim=1).double(), *(half.double() for half in whole)]
 
 
 def near(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, rtol: float = 1e-9) -> list[str]:
@@ -170,15 +206,20 @@ def block_problems(case: Block, group: dist.ProcessGroup, rtol: float = 1e-9) ->
         x, g = normal(f"{data} x{m}", S, B, case.hidden), normal(f"{data} g{m}", S, B, case.hidden)
         x = x.to(case.dtype).double().requires_grad_(not case.frozen_input)
         g = g.to(case.dtype).double()
-        y = plain_layer(case, x, whole)
-        y.backward(g)
 
         def cut(t: torch.Tensor) -> torch.Tensor:
             return t.chunk(n, 0)[group.rank()] if sp else t
 
         own_x = cut(x.detach()).to(case.dtype).clone().requires_grad_(not case.frozen_input)
-        out = layer(own_x, mask=case.mask_of(S, B), sequence_length=S if m else None)
-        out.backward(cut(g).to(case.dtype))
+        with recorded_dropout() as factors:
+            out = layer(own_x, mask=case.mask_of(S, B), sequence_length=S if m else None)
+            y = plain_layer(case, x, whole, whole_drops(case, factors, group))
+            y.backward(g)
+            forward = len(factors)
+            out.backward(cut(g).to(case.dtype))
+        again = {"full": factors, "selective": factors[:1]}.get(case.option("recompute"), [])[:forward]
+        if not all(itertools.starmap(torch.equal, zip(again, factors[forward:], strict=True))):
+            problems.append(f"dropout {m} is not the same in recomputation")
         problems += near(f"output {m}", out, cut(y), rtol)
         problems += near(f"input gradient {m}", own_x.grad, None if x.grad is None else cut(x.grad), rtol)
         problems += near(f"input {m} after", own_x, cut(x), 0)
@@ -205,3 +246,27 @@ def block_traffic(case: Block, group: dist.ProcessGroup) -> list[tuple[str, int]
         traffic.calls.append(("finish", 0))
         finish_gradients(layer)
     return traffic.calls
+
+
+def mask_problems(case: Block, group: dist.ProcessGroup) -> list[str]:
+    """Dropout masks are equal on all ranks where activations are, and differ where they are cut; both are drawn from
+    the layer's own streams. Within a rank no two are alike."""
+    before = torch.get_rng_state()
+    layer = case.build(group, seed=1)
+    sp = case.option("sequence_parallel")
+    x = normal("x", 8 // (group.size() if sp else 1), 2, case.hidden).requires_grad_()
+    with recorded_dropout() as factors:
+        layer(x).sum().backward()
+    problems = [] if torch.equal(before, torch.get_rng_state()) else ["the default generator moved"]
+    attention, *halves = factors[:3]
+    p, q = case.option("attention_dropout", 0.0), case.option("hidden_dropout", 0.0)
+    for name, mask, dropped, cut in (("attention", attention, p, True), *(("half", half, q, sp) for half in halves)):
+        if bool((mask == 0).any()) != (dropped > 0) or not (mask > 0).any():
+            problems.append(f"{name}: p is {dropped} and {(mask == 0).sum()} of {mask.numel()} are dropped")
+        alike = [bool(torch.equal(mask, other)) for other in gathered(mask, group)]
+        alike.pop(group.rank())
+        if dropped and any(equal == cut for equal in alike):
+            problems.append(f"{name}: masks of other ranks are alike: {alike}")
+    if q and torch.equal(*halves):
+        problems.append("the halves have the same mask")
+    return problems

@@ -37,6 +37,7 @@ SHOWS: dict[str, tuple[str, list[Linear]]] = {
     ),
     "F12": ("tp", [replace(COLUMN, options=GATHER), replace(COLUMN, options={**GATHER, **SKIP})]),
     "F14": ("tp", [COLUMN, replace(COLUMN, options=MAIN), replace(COLUMN, frozen=("weight",))]),
+    "F51": ("tp", [ROW, replace(ROW, options=MAIN), replace(ROW, options=WHOLE)]),
 }
 
 #: By mutant: cases in which it hides, as a weak test would.
@@ -48,6 +49,7 @@ HIDES: dict[str, list[Linear]] = {
     "F11": [replace(COLUMN, options=GATHER, leading=((1,),)), COLUMN],
     "F12": [COLUMN, replace(COLUMN, options=GATHER, frozen=("input", "weight", "bias"))],
     "F14": [replace(COLUMN, frozen=("input",)), replace(COLUMN, options=SP)],
+    "F51": [replace(ROW, frozen=("input", "weight")), replace(ROW, options=SP)],
 }
 
 
@@ -99,14 +101,14 @@ def test_each_mutant_shows_where_it_should(world: int) -> None:
             assert problems, f"{name} is not seen"
         else:
             assert not problems, (name, problems)
-    assert len({name.split()[0] for name in found} & set(SHOWS)) == (6 if world == 2 else 7)
+    assert len({name.split()[0] for name in found} & set(SHOWS)) == (7 if world == 2 else 8)
 
 
 def test_the_registry() -> None:
     found = mutants.all_mutants()
     ids = [mutant.id for mutant in found]
     assert ids == sorted(set(ids))
-    assert set(ids) >= {"F01", "F03", "F04", "F05", "F06", "F11", "F12", "F13", "F14"}
+    assert set(ids) >= {"F01", "F03", "F04", "F05", "F06", "F11", "F12", "F13", "F14", "F51"}
     for mutant in found:
         assert mutants.get(mutant.id) == mutant
         assert mutant.thread == "own" or "/" in mutant.thread

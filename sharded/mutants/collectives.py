@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sharded import wire
-from sharded.collectives import GatherFromGroup
+from sharded.collectives import GatherFromGroup, ReduceFromGroup
 from sharded.mutants import Mutant, Patch
 
 
@@ -29,6 +29,22 @@ def _gather_sums_equal_gradients() -> list[Patch]:
     return [(GatherFromGroup, "backward", staticmethod(backward))]
 
 
+def _reduced_again_in_backward() -> list[Patch]:
+    original = ReduceFromGroup.forward
+
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return original(ctx, x, group)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return wire.all_reduced(grad, ctx.group), None
+
+    return [
+        (ReduceFromGroup, "forward", staticmethod(forward)),
+        (ReduceFromGroup, "backward", staticmethod(backward)),
+    ]
+
+
 MUTANTS = (
     Mutant(
         "F06",
@@ -43,5 +59,12 @@ MUTANTS = (
         "backward of a gather before replicated work is a reduce-scatter where a split is due: gradient times tp",
         "NVIDIA/Megatron-LM#7452",
         _gather_sums_equal_gradients,
+    ),
+    Mutant(
+        "F51",
+        "linear",
+        "backward of the output-side reduction all-reduces again: gradient times n",
+        "pytorch/pytorch#58005",
+        _reduced_again_in_backward,
     ),
 )
