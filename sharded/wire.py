@@ -31,6 +31,15 @@ def all_reduced(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return total
 
 
+def maximum(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The largest of the group for each element, of x's shape. A NaN may be lost on the way, as gloo loses some."""
+    if group.size() == 1:
+        return x
+    largest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
 def own_piece(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's piece of dimension ``dim``. Sends nothing."""
     if group.size() == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -9,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import Candidate, NotOffered, Sharded
+from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
 from sharded import mesh as sharded_mesh
+from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.embedding import VocabParallelEmbedding
 from sharded.linear import ColumnParallelLinear, RowParallelLinear
 from sharded.process_groups import ProcessGroups, set_default
@@ -47,6 +50,19 @@ class Builtin(Candidate):
         "embedding_padding_idx",
         "embedding_uneven",
         "embedding_refuses_ids",
+        "cross_entropy_padding",
+        "cross_entropy_uneven",
+        "cross_entropy_any_strides",
+        "cross_entropy_fp64",
+        "cross_entropy_explicit_group",
+        "cross_entropy_reduced",
+        "cross_entropy_ignore_index",
+        "cross_entropy_none_valid",
+        "cross_entropy_ignores_nonfinite",
+        "cross_entropy_torch_smoothing",
+        "cross_entropy_megatron_smoothing",
+        "cross_entropy_z_loss",
+        "cross_entropy_refuses_targets",
     )
     initialization = "full"
 
@@ -126,6 +142,21 @@ class Builtin(Candidate):
             seed=1,
         )
         return Sharded(layer, weight=Split(0, case.axis))
+
+    def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
+        return Sharded(
+            functools.partial(
+                vocab_parallel_cross_entropy,
+                group=self.groups.group(case.axis) if case.explicit_group else None,
+                vocabulary=case.vocabulary,
+                columns=case.width,
+                reduction=case.reduction,
+                label_smoothing=case.label_smoothing,
+                smoothing=case.smoothing,
+                ignore_index=case.ignore_index,
+                z_loss=case.z_loss,
+            )
+        )
 
     def _options(self, case: LinearCase) -> dict[str, Any]:
         return {

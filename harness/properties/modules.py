@@ -37,16 +37,16 @@ def wanted(
 
 
 def forms_of(
-    names: Collection[str], cuts: Mapping[str, Layout], fmt: Format, main_grads: Collection[str], seen: Observation
+    names: Collection[str], cuts: Mapping[str, Layout], fmt: Format, in_fp32: Collection[str], seen: Observation
 ) -> dict[str, Form]:
-    """How each result is held: as the candidate says, else as the subject does, by the base name. main_grads: the
-    results that are kept in fp32."""
+    """How each result is held: as the candidate says, else as the subject does, by the base name. in_fp32: the
+    results that are in fp32, or fp64 with fp64, whatever the dtype."""
     plain = str(fmt.torch_dtype).removeprefix("torch.")
     forms = {}
     for name in names:
         said = seen.layouts.get(name)
         layout = said if said is not None else cuts[name.removesuffix(".grad").partition("[")[0]]
-        forms[name] = Form(layout, "float32" if name in main_grads and fmt.name != "fp64" else plain)
+        forms[name] = Form(layout, "float32" if name in in_fp32 and fmt.name != "fp64" else plain)
     return forms
 
 
