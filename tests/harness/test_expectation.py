@@ -41,7 +41,7 @@ REACHES: dict[str, Callable[[Tensor], Tensor]] = {
     "a product with a power of two": lambda x: x * 2,
     "a contraction whose terms cancel": lambda x: x @ torch.cat([x[:1], x[:1] * 0.01 - x[:1]]).T,
     "a sum": lambda x: torch.cat([x, -x]).sum(0),
-    "a fused operation": lambda x: F.layer_norm(x, (8,), x.abs().max().expand(8)),
+    "a fused operation": lambda x: F.layer_norm(x.view(1, 48), (48,), x.abs().max().expand(48)),
     "something finite after it": lambda x: (x * 4).tanh(),
 }
 
