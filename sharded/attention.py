@@ -107,14 +107,7 @@ class SelfAttention(nn.Module):
         return rotated(x) if self.rotary else x
 
     def _head_norm(self, kind: Kind, options: BlockOptions) -> Norm:
-        made = norm(
-            kind,
-            self.width,
-            bias=False,
-            main_grad=options.get("main_grad", False),
-            dtype=options.get("dtype"),
-            device=options.get("device"),
-        )
+        made = norm(kind, self.width, options, bias=False)
         # Each rank normalises its own heads, whether or not the tokens are cut as well.
         mark_partial(made.weight, self.group.size())
         return made

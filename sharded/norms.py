@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from sharded.main_grad import attach, widened
+from sharded.parallel_linear import PartOptions
 from sharded.sequence_parallel import mark
 
 Kind: TypeAlias = Literal["layer", "rms"]
@@ -75,23 +76,17 @@ class RMSNorm(Norm):
         return F.rms_norm(x.to(dtype), (self.width,), self._wide(self.weight, dtype), EPSILON).to(x.dtype)
 
 
-def norm(
-    kind: Kind,
-    width: int,
-    *,
-    bias: bool = True,
-    sequence_parallel: bool = False,
-    main_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> Norm:
-    """The norm of a kind; bias: of the layer norm, as an RMS norm has none."""
+def norm(kind: Kind, width: int, options: PartOptions, *, bias: bool = True, sequence_parallel: bool = False) -> Norm:
+    """The norm of a kind with what the options say of its parameters; bias: of the layer norm, as an RMS norm has none.
+
+    sequence_parallel: not from the options, as some norms do not work on cut tokens.
+    """
     made = RMSNorm if kind == "rms" else LayerNorm
     return made(
         width,
         bias=bias and kind == "layer",
         sequence_parallel=sequence_parallel,
-        main_grad=main_grad,
-        dtype=dtype,
-        device=device,
+        main_grad=options.get("main_grad", False),
+        dtype=options.get("dtype"),
+        device=options.get("device"),
     )

@@ -17,16 +17,21 @@ from sharded.process_groups import default_group
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
-class BlockOptions(TypedDict, total=False):
-    """The keywords that a block hands to each of its layers; meaning and defaults are ParallelLinear's."""
+class PartOptions(TypedDict, total=False):
+    """The keywords that every part of a model takes; meaning and defaults are ParallelLinear's."""
 
-    bias: bool
     group: ProcessGroup | None
     sequence_parallel: bool
     main_grad: bool
     dtype: torch.dtype | None
     device: torch.device | str | None
     init: Init
+
+
+class BlockOptions(PartOptions, total=False):
+    """The keywords that a block hands to each of its linear layers."""
+
+    bias: bool
 
 
 class Options(BlockOptions, total=False):

@@ -26,7 +26,8 @@ from sharded.attention import SelfAttention
 from sharded.attention_core import Mask
 from sharded.initialization import derived_seed
 from sharded.mlp import MLP, Activation
-from sharded.norms import Kind, norm
+from sharded.norms import Kind
+from sharded.norms import norm as make_norm
 from sharded.parallel_linear import BlockOptions
 from sharded.partial_gradients import finish_partial_gradients
 from sharded.process_groups import default_group
@@ -35,6 +36,20 @@ from sharded.recompute import checkpoint
 from sharded.sequence_parallel import finish_sequence_parallel_gradients
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class LayerOptions(BlockOptions, total=False):
+    """The keywords that a model hands to each of its layers; meaning and defaults are TransformerLayer's."""
+
+    kv_heads: int | None
+    norm: Kind
+    activation: Activation
+    qk_norm: bool
+    rotary: bool
+    recompute: Recompute
+    attention_dropout: float
+    hidden_dropout: float
 
 
 class TransformerLayer(nn.Module):
@@ -81,7 +96,7 @@ class TransformerLayer(nn.Module):
         self.sequence_parallel = options.get("sequence_parallel", False)
         self.hidden, self.hidden_dropout, self.recompute = hidden, hidden_dropout, recompute
         self.tracker = RandomTracker(derived_seed(seed, "dropout"), self.group) if tracker is None else tracker
-        self.norm1 = self._norm(norm, options)
+        self.norm1 = make_norm(norm, hidden, options, sequence_parallel=self.sequence_parallel)
         self.attention = SelfAttention(
             hidden,
             heads,
@@ -94,7 +109,7 @@ class TransformerLayer(nn.Module):
             seed=derived_seed(seed, "attention"),
             **options,
         )
-        self.norm2 = self._norm(norm, options)
+        self.norm2 = make_norm(norm, hidden, options, sequence_parallel=self.sequence_parallel)
         self.mlp = MLP(hidden, ffn, activation=activation, seed=derived_seed(seed, "mlp"), **options)
 
     def forward(self, x: torch.Tensor, *, mask: Mask = "causal", sequence_length: int | None = None) -> torch.Tensor:
@@ -111,16 +126,6 @@ class TransformerLayer(nn.Module):
         stream: Stream = "sharded" if self.sequence_parallel else "replicated"
         return dropout(x, self.hidden_dropout if self.training else 0.0, self.tracker, stream)
 
-    def _norm(self, kind: Kind, options: BlockOptions) -> nn.Module:
-        return norm(
-            kind,
-            self.hidden,
-            sequence_parallel=self.sequence_parallel,
-            main_grad=options.get("main_grad", False),
-            dtype=options.get("dtype"),
-            device=options.get("device"),
-        )
-
     def _require_input(self, x: torch.Tensor, sequence_length: int | None) -> None:
         if x.dim() != 3 or x.shape[-1] != self.hidden:
             raise ValueError(f"the input has shape {tuple(x.shape)}: expected [positions, sequences, {self.hidden}]")
@@ -136,9 +141,6 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 f"the input has {x.shape[0]} positions: expected {sequence_length // n}, of {sequence_length} over {n}"
             )
-
-
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def finish_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +155,14 @@ def recorded_dropout() -> Iterator[list[torch.Tensor]]:
     finally:
         for place in places:
             place.dropout = random.dropout
+
+
+def raises(call: Callable[[], object], message: str) -> bool:
+    try:
+        call()
+    except ValueError as error:
+        return message in str(error)
+    return False
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_blocks import Block, gathered, mask_problems, normal
+from sharded_blocks import Block, gathered, mask_problems, normal, raises
 from sharded_ranks import Check, run_world
 
 from sharded.process_groups import ProcessGroups
@@ -54,14 +54,6 @@ def streams(group: dist.ProcessGroup) -> list[str]:
     except KeyError:
         draw(tracker, "sharded")
     return problems + ["the default generator moved"] * (not torch.equal(before, torch.get_rng_state()))
-
-
-def raises(call: Callable[[], object], message: str) -> bool:
-    try:
-        call()
-    except ValueError as error:
-        return message in str(error)
-    return False
 
 
 def drops(group: dist.ProcessGroup) -> list[str]:
