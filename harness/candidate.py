@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
@@ -136,6 +137,10 @@ class Candidate:
         return needed
 
     # What a candidate may offer, declared for the signatures: `offers` asks whether the class overrides them.
+
+    def collective(self, case: CollectivesCase) -> Sharded:
+        """Subject collectives: a differentiable collective: ``Sharded(function)`` of one tensor."""
+        raise NotImplementedError
 
     def column_linear(self, case: LinearCase) -> Sharded:
         """Subject linear: a layer whose weight [out, in] is cut along its output features."""

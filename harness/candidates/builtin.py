@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import Candidate, NotOffered, Sharded
+from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from sharded import collectives
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.embedding import VocabParallelEmbedding
@@ -46,6 +48,9 @@ class Builtin(Candidate):
         "main_grad",
         "column_weight_at_call",
         "row_weight_at_call",
+        "collectives_any_dim",
+        "collectives_uneven",
+        "collectives_any_axis",
         "embedding_sequence_parallel",
         "embedding_padding_idx",
         "embedding_uneven",
@@ -98,6 +103,20 @@ class Builtin(Candidate):
         if axes == ("position-embedding",):
             return sharded_mesh.position_embedding_ranks(mesh.axes)
         return sharded_mesh.group_ranks(mesh.axes, axes)
+
+    def collective(self, case: CollectivesCase) -> Sharded:
+        group, dim = self.groups.group(case.axis), case.dim
+        # One call a tensor: an uneven cut cannot be told from the rank's own piece.
+        lengths = iter(shape[dim] for shape in case.shapes)
+        functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "copy": lambda x: collectives.copy_to_group(x, group),
+            "reduce": lambda x: collectives.reduce_from_group(x, group),
+            "scatter": lambda x: collectives.scatter_to_group(x, group, dim),
+            "gather": lambda x: collectives.gather_from_group(x, group, dim, next(lengths)),
+            "gather_sequence": lambda x: collectives.gather_sequence(x, group, dim, next(lengths)),
+            "reduce_scatter": lambda x: collectives.reduce_scatter_to_group(x, group, dim),
+        }
+        return Sharded(functions[case.kind])
 
     def column_linear(self, case: LinearCase) -> Sharded:
         layer = ColumnParallelLinear(

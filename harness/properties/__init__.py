@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from harness.errors import WrongUse
 from harness.properties.base import Property
+from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
 
-PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, LINEAR, EMBEDDING, CROSS_ENTROPY)}
+PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, COLLECTIVES, LINEAR, EMBEDDING, CROSS_ENTROPY)}
 
 
 class UnknownSubject(WrongUse):

@@ -48,21 +48,21 @@ def _reduced_again_in_backward() -> list[Patch]:
 MUTANTS = (
     Mutant(
         "F06",
-        "linear",
+        "collectives",
         "reduces a contiguous copy and returns the original",
         "NVIDIA/Megatron-LM#5337",
         _returns_what_it_did_not_reduce,
     ),
     Mutant(
         "F12",
-        "linear",
+        "collectives",
         "backward of a gather before replicated work is a reduce-scatter where a split is due: gradient times tp",
         "NVIDIA/Megatron-LM#7452",
         _gather_sums_equal_gradients,
     ),
     Mutant(
         "F51",
-        "linear",
+        "collectives",
         "backward of the output-side reduction all-reduces again: gradient times n",
         "pytorch/pytorch#58005",
         _reduced_again_in_backward,
