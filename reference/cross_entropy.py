@@ -271,6 +271,9 @@ def _one(case: CrossEntropyCase, given: Tensors, m: int) -> tuple[torch.Tensor, 
         grad_RTV = grad_RTV - every_share
     if case.reduction != "none":
         loss_RT = loss_RT.sum(-1, keepdim=True)
+    if case.reduction != "none":
+        # All tokens have one weight: where their gradients are equal, so are the roundings, as if it were rounded.
+        g = rounded_to(case.dtype)(g)
     if case.reduction == "mean":
         count_R1 = valid_RT.sum(-1, keepdim=True).clamp(min=1).to(torch.float64)
         loss_RT, g = loss_RT / count_R1, g / count_R1

@@ -19,10 +19,11 @@ _seeds = st.integers(0, 99)
 
 
 @st.composite
-def recipes(draw: st.DrawFn, tensors: int, dtype: str) -> tuple[Recipe, ...]:
+def recipes(draw: st.DrawFn, tensors: int, dtype: str, exact: bool = True) -> tuple[Recipe, ...]:
     """One recipe a tensor: for two cases of three all exact, else of data that rounds. In one of five or more, one
-    tensor has an infinity or NaN in one place, or lies at an end of the format."""
-    rounding = draw(st.integers(0, 2)) == 2
+    tensor has an infinity or NaN in one place, or lies at an end of the format. exact: False for data that rounds in
+    every case."""
+    rounding = not exact or draw(st.integers(0, 2)) == 2
     kinds = st.sampled_from(_ROUNDING if rounding else _EXACT)
     made = [draw(st.builds(Recipe, kind=kinds, seed=_seeds)) for _ in range(tensors)]
     ends = _EXTREME if rounding and dtype != "fp64" else ()

@@ -4,12 +4,14 @@ Megatron-Core asks torch.cuda for the current device where it allocates communic
 GPU that answer is patched to "cpu", in the rank process only; nothing else of the library is touched.
 
 Not offered: uneven features (refused by its ``divide``), main_grad (a CUDA kernel of APEX), expert parallelism as an
-axis of the default mesh (it has a mesh of its own).
+axis of the default mesh (it has a mesh of its own). Of cross entropy: logits that are not contiguous (it views them),
+padding (it has no notion of it) and fp64 (it computes in fp32).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates.known_faults import WithKnownFaults
+from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
@@ -30,7 +33,12 @@ if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which CPU ranks do without
         from megatron.core import ModelParallelConfig, parallel_state
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+        from megatron.core.tensor_parallel import (
+            ColumnParallelLinear,
+            RowParallelLinear,
+            VocabParallelEmbedding,
+            vocab_parallel_cross_entropy,
+        )
 
 _GROUPS = {
     ("tp",): "get_tensor_model_parallel_group",
@@ -59,6 +67,7 @@ class MegatronCore(WithKnownFaults):
         "explicit_group",
         "column_weight_at_call",
         "embedding_sequence_parallel",
+        "cross_entropy_megatron_smoothing",
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -165,6 +174,20 @@ class MegatronCore(WithKnownFaults):
         forward = (lambda ids: layer(ids.transpose(0, 1))) if case.sequence_parallel else None
         return Sharded(layer, forward=forward, weight=Split(0, case.axis))
 
+    def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
+        if case.label_smoothing and case.parallel_size > 1:
+            self.known_fault("label smoothing: the width and the mean are those of the rank's own logits")
+        if case.label_smoothing and _probabilities_underflow(case):
+            self.known_fault("label smoothing: the loss is infinite where a probability is too small for fp32")
+
+        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            # A known fault: fp32 logits are changed in place. On a copy all else can be seen.
+            own = logits if self.strict else logits.clone()
+            found: torch.Tensor = vocab_parallel_cross_entropy(own, targets, case.label_smoothing)
+            return found
+
+        return Sharded(loss)
+
     def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(
             tensor_model_parallel_size=case.parallel_size,
@@ -182,6 +205,13 @@ def _as_outputs(case: LinearCase, layer: Any) -> Any:
     if case.bias and case.skip_bias_add:
         return layer
     return lambda x: layer(x)[0]
+
+
+def _probabilities_underflow(case: CrossEntropyCase) -> bool:
+    """Whether any is below the normal numbers of fp32, where it has few bits left or none."""
+    smallest = math.log(torch.finfo(torch.float32).smallest_normal)
+    logits = [logits for name, logits in tensors(case).items() if name.startswith("logits")]
+    return any(bool((x.log_softmax(-1) < smallest).any()) for x in logits)
 
 
 def _present_cpu_as_the_device() -> None:

@@ -6,19 +6,23 @@ granted), skip_bias_add, main_grad and a weight passed at call, which a plain li
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 import torch._dynamo  # DTensor imports it at first use, for seconds: once, before ranks are forked, instead
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from harness.candidate import Sharded
 from harness.candidates.known_faults import WithKnownFaults
 from harness.groups import device_mesh
+from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
@@ -40,6 +44,13 @@ class TorchNative(WithKnownFaults):
         "embedding_sequence_parallel",
         "embedding_padding_idx",
         "embedding_uneven",
+        "cross_entropy_uneven",
+        "cross_entropy_any_strides",
+        "cross_entropy_fp64",
+        "cross_entropy_explicit_group",
+        "cross_entropy_reduced",
+        "cross_entropy_ignore_index",
+        "cross_entropy_refuses_targets",
     )
     uneven = "chunk"
     initialization = "full"
@@ -98,6 +109,34 @@ class TorchNative(WithKnownFaults):
         table = nn.Embedding(case.rows, case.hidden, padding_idx=case.padding_idx, dtype=case.format.torch_dtype)
         made = parallelize_module(table, self.device_mesh[case.axis], style)
         return Sharded(made, weight=Split(0, case.axis, rule="chunk"), read_grad=_gradient)
+
+    def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
+        if case.invalid:
+            self.known_fault("loss_parallel with a target out of range: its loss is 0, and nothing is raised")
+        if 0 in cut(case.width, case.parallel_size, "chunk"):
+            self.known_fault("loss_parallel with fewer chunks of columns than ranks: a rank without columns raises")
+        _loss_parallel_for_good()
+        mesh = self.device_mesh[case.axis]
+
+        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            flat = logits.reshape(-1, logits.shape[-1])
+            shape = torch.Size((targets.numel(), case.width))
+            whole = DTensor.from_local(flat, mesh, [Shard(-1)], run_check=False, shape=shape, stride=(case.width, 1))
+            # As torchtitan does: loss_parallel itself computes in the dtype of the logits.
+            wide = whole if case.dtype == "fp64" else whole.float()
+            found = F.cross_entropy(wide, targets.reshape(-1), reduction=case.reduction, ignore_index=case.ignore_index)
+            assert isinstance(found, DTensor)
+            return found.to_local().reshape(targets.shape if case.reduction == "none" else ())
+
+        return Sharded(loss)
+
+
+@functools.cache
+def _loss_parallel_for_good() -> AbstractContextManager[None]:
+    """Backward must run under it too, which is the harness' own: so it stays on in this process."""
+    context = loss_parallel()
+    context.__enter__()
+    return context
 
 
 def _linear(case: LinearCase) -> nn.Linear:
