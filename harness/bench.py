@@ -16,7 +16,7 @@ from harness.oracle.soundness import UnsoundReference
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
-from harness.world import Outcome, Pool, Pools
+from harness.world import Outcome, Pool, Pools, warm_up
 from reference.codec import encode
 from reference.layout import layout_text
 
@@ -131,6 +131,7 @@ class Bench:
 
     def once(self, subject: Property, case: Any) -> Trial:
         """Runs the case in the processes there are, and believes what comes out."""
+        warm_up(subject.preload)  # for ranks that start from now on
         runs = tuple(subject.runs(case, self.description))
         worlds: list[World] = []
         expected: Any = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EPS = 1e-5
 
 Parameters = Mapping[str, torch.Tensor]
-#: Changes a value on its way, by where it is: "keys" and "values" [R, S, B, A, D], as the query heads see them;
+#: Changes a value on its way, by where it is: "queries", "keys" and "values" of each query head, [R, S, B, A, D];
 #: "heads", what they give, likewise; "inner", [R, S, B, F], what the mlp's activation gives. For known mistakes.
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -42,8 +42,9 @@ def attend(case: TransformerCase, p: Parameters, x: torch.Tensor, m: int, change
             made = norm(case, p, f"{name}_norm", made)
         return rotary(made, case.dtype) if case.rotary and name != "v" else made
 
-    q, k, v = heads("q", case.heads), heads("k", case.kv_heads), heads("v", case.kv_heads)
-    k, v = change("keys", for_queries(k, case.heads)), change("values", for_queries(v, case.heads))
+    q = change("queries", heads("q", case.heads))
+    k, v = (for_queries(heads(name, case.kv_heads), case.heads) for name in ("k", "v"))
+    k, v = change("keys", k), change("values", v)
     mixed = change("heads", attention(q, k, v, hidden_scores(case.mask, S, B, m)))
     return x + linear(p, "o", mixed.reshape(R, S, B, case.hidden))
 

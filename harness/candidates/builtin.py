@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import Candidate, NotOffered, Sharded
+from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
-from reference.layout import Split, Whole
+from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.transformer import TransformerCase, shapes
 from sharded import collectives
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.embedding import VocabParallelEmbedding
 from sharded.linear import ColumnParallelLinear, RowParallelLinear
 from sharded.process_groups import ProcessGroups, set_default
+from sharded.random import dropout
 from sharded.sequence_parallel import finish_sequence_parallel_gradients
+from sharded.transformer import TransformerLayer, finish_gradients
 
 
 def mutants() -> Iterable[Any]:
@@ -55,6 +59,17 @@ class Builtin(Candidate):
         "embedding_padding_idx",
         "embedding_uneven",
         "embedding_refuses_ids",
+        "transformer_gqa",
+        "transformer_mqa_replicated",
+        "transformer_swiglu",
+        "transformer_rms_norm",
+        "transformer_qk_norm",
+        "transformer_rotary",
+        "transformer_padding_mask",
+        "transformer_selective_recompute",
+        "transformer_full_recompute",
+        "transformer_dropout",
+        "transformer_sequence_parallel",
         "cross_entropy_padding",
         "cross_entropy_uneven",
         "cross_entropy_any_strides",
@@ -177,6 +192,52 @@ class Builtin(Candidate):
             )
         )
 
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        layer = self._transformer(case)
+        masks = iter([_mask(case, m) for m in range(len(case.leading))])
+        parts = dict[str, Any](norm1=layer.norm1, norm2=layer.norm2)
+        parts |= dict(layer.attention.named_children()) | dict(layer.mlp.named_children())
+        parameters: dict[str, torch.Tensor] = {}
+        cuts: dict[str, Any] = {}
+        for name in shapes(case):
+            part, _, kind = name.rpartition("_")
+            parameters[name], cuts[name] = getattr(parts[part], kind), _transformer_cut(case, part, kind)
+        return Sharded(
+            layer,
+            forward=lambda x: layer(x, mask=next(masks)),
+            parameters=parameters,
+            finish=lambda: finish_gradients(layer),
+            **cuts,
+        )
+
+    def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
+        layer, ones = self._transformer(case), torch.ones(1024, dtype=case.format.torch_dtype)
+        residual = layer._dropped(ones)
+        if case.sequence_parallel:
+            return {"sharded": residual}
+        return {"replicated": residual, "sharded": dropout(ones, case.dropout, layer.tracker, "sharded")}
+
+    def _transformer(self, case: TransformerCase) -> TransformerLayer:
+        return TransformerLayer(
+            case.hidden,
+            case.heads,
+            case.ffn,
+            kv_heads=case.kv_heads,
+            norm=case.norm,
+            activation=case.activation,
+            qk_norm=case.qk_norm,
+            rotary=case.rotary,
+            recompute=case.recompute,
+            attention_dropout=case.dropout,
+            hidden_dropout=case.dropout,
+            seed=case.seed,
+            bias=case.bias,
+            sequence_parallel=case.sequence_parallel,
+            group=self.groups.group(case.axis) if case.explicit_group else None,
+            main_grad=case.main_grad,
+            dtype=case.format.torch_dtype,
+        )
+
     def _options(self, case: LinearCase) -> dict[str, Any]:
         return {
             "bias": case.bias,
@@ -200,3 +261,17 @@ class Builtin(Candidate):
             finish_sequence_parallel_gradients(layer.parameters(), group)
 
         return Sharded(layer, forward=forward, finish=finish, **layouts)
+
+
+def _mask(case: TransformerCase, m: int) -> Any:
+    """What the layer takes as the mask of a micro-batch."""
+    tokens, sequences = case.leading[m]
+    return {"causal": "causal", "none": None}.get(case.mask, visible_keys(tokens, sequences, m))
+
+
+def _transformer_cut(case: TransformerCase, part: str, kind: str) -> Layout:
+    if part in ("k", "v"):
+        return Split(0, case.axis, copies=case.kv_copies)
+    if part in ("q", "gate", "up"):
+        return Split(0, case.axis)
+    return Split(1, case.axis) if part in ("o", "down") and kind == "weight" else Whole()

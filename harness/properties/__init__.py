@@ -11,8 +11,11 @@ from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
+from harness.properties.transformer import TRANSFORMER
 
-PROPERTIES: Mapping[str, Property] = {p.subject: p for p in (MESH, COLLECTIVES, LINEAR, EMBEDDING, CROSS_ENTROPY)}
+PROPERTIES: Mapping[str, Property] = {
+    p.subject: p for p in (MESH, COLLECTIVES, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER)
+}
 
 
 class UnknownSubject(WrongUse):

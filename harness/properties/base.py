@@ -64,7 +64,8 @@ class Property:
     expected: what one process computes, made in the parent while the ranks run. careful: the same with more effort, for
     the last word on a case whose numbers are little beyond what is expected; None where nothing is estimated.
     judge: ``judge(case, description, expected, worlds)`` gives the verdict, its findings gravest first.
-    uses_dtype: whether ``--dtype`` restricts it.
+    uses_dtype: whether ``--dtype`` restricts it. preload: modules that ranks may import on their way, and each anew
+    where they are not there when it starts.
     """
 
     subject: str
@@ -80,6 +81,7 @@ class Property:
     careful: Callable[[Any], Any] = lambda case: None
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
     uses_dtype: bool = True
+    preload: tuple[str, ...] = ()
 
     def offered(self, description: Description) -> bool:
         return any(method in description.methods for method in self.methods)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,10 +31,23 @@ def wanted(
 ) -> dict[str, Want]:
     """Values where nothing rounds, else values and how far rounding moves them. Arguments as of `expect`. careful: with
     more disturbed runs, of which none was seen before."""
-    if exact:
-        return {**exactly(compute, given=given, idle=idle)}
-    runs, seed = (CAREFUL, 1) if careful else (RUNS, 0)
-    return {**expect(compute, fmt, given=given, idle=idle, runs=runs, seed=seed)}
+    with one_thread():
+        if exact:
+            return {**exactly(compute, given=given, idle=idle)}
+        runs, seed = (CAREFUL, 1) if careful else (RUNS, 0)
+        return {**expect(compute, fmt, given=given, idle=idle, runs=runs, seed=seed)}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on this thread alone. Tensors are small here, and while ranks have the cores, threads that wait
+    for each other cost several times what they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forms_of(
