@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -32,6 +32,18 @@ from sharded.process_groups import default_group
 
 Reduction = Literal["none", "mean", "sum"]
 Smoothing = Literal["torch", "megatron"]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `vocab_parallel_cross_entropy`, but for the group."""
+
+    vocabulary: int | None
+    columns: int | None
+    reduction: Reduction
+    label_smoothing: float
+    smoothing: Smoothing
+    ignore_index: int
+    z_loss: float
 
 
 def vocab_parallel_cross_entropy(

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy
 
 
 def row_bias(partial=0.0, bias=193.0, dtype=torch.bfloat16):
@@ -37,13 +39,55 @@ def one_feature_row():
     layer(torch.ones(2, 1, 1))
 
 
+def parallel_loss(classes, *targets):
+    """The loss of each target, where all classes are alike: log(classes)."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    widths = [len(part) for part in torch.arange(classes).chunk(mesh.size())] + [0] * mesh.size()
+    logits = torch.zeros(len(targets), widths[dist.get_rank()])
+    shape = torch.Size((len(targets), classes))
+    with loss_parallel():
+        logits = DTensor.from_local(logits, mesh, [Shard(1)], shape=shape, stride=(classes, 1))
+        return cross_entropy(logits, torch.tensor(targets), reduction="none").to_local().tolist()
+
+
+def initialize_megatron():
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+
+
+def megatron_loss(logits, target, label_smoothing):
+    """The loss of one token; the logits are the rank's own."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    initialize_megatron()
+    logits = torch.tensor([[logits]])
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([[target]]), label_smoothing)
+    return loss.item(), logits.flatten().tolist()
+
+
+def logits_changed():
+    """Two logits on each rank, all 0, after the loss."""
+    return megatron_loss([0.0, 0.0], 0, 0.0)[1]
+
+
+def smoothed_labels():
+    """The loss with logits 0, 0 on the first rank, and 8, 8 on the second, of which one is the target."""
+    return megatron_loss([8.0 * dist.get_rank()] * 2, 2, 0.1)[0]
+
+
+def smoothed_underflow():
+    """The loss with logits 200 and 0, of which the first is the target."""
+    return megatron_loss([200.0, 0.0], 0, 0.1)[0]
+
+
 def megatron_column(out_features, **options):
-    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     n = dist.get_world_size()
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=n)
+    initialize_megatron()
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # where it allocates the gathered output
     config = ModelParallelConfig(tensor_model_parallel_size=n, use_cpu_initialization=True)
