@@ -177,6 +177,7 @@ def _measure(case: CrossEntropyCase) -> tuple[Any, ...]:
 
 
 def within(case: CrossEntropyCase, scope: Scope) -> bool:
-    """Whether the dtype, the sizes and the data of a case are such as the scope allows."""
+    """Whether the dtype, the sizes, the smoothing and the data of a case are such as the scope allows."""
     even = case.width % case.parallel_size == 0 or scope.has("cross_entropy_uneven")
-    return even and case.dtype in _dtypes(scope) and _defined(case, scope) == case
+    smoothing = not case.label_smoothing or scope.has(f"cross_entropy_{case.smoothing}_smoothing")
+    return even and smoothing and case.dtype in _dtypes(scope) and _defined(case, scope) == case

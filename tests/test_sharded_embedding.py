@@ -171,7 +171,7 @@ def backward_repeats(group: dist.ProcessGroup) -> list[str]:
 
 
 def gradient_is_summed_in_fp32(group: dist.ProcessGroup) -> list[str]:
-    """257 and 259 tokens of one row: bf16 has neither, and rounds to 256 and 260. A sum kept in it would stop at 256."""
+    """257 and 259 tokens of one row: bf16 has neither, and rounds to 256 and 260. A sum in it would stop at 256."""
     problems = []
     for main_grad, expected in ((False, 256.0), (True, 514.0)):
         layer = Table(4, 2, dtype=torch.bfloat16, options={"main_grad": main_grad}).build(group)
