@@ -17,6 +17,7 @@ from harness.properties import PROPERTIES
 from harness.report.json_file import write_json
 from harness.verdict import Finding, Kind, Verdict
 from reference.codec import decode, encode
+from reference.cross_entropy import CrossEntropyRecipes
 from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
@@ -78,7 +79,11 @@ def test_the_names_that_recipes_have() -> None:
     for heading, kinds in (("A recipe", KINDS), ("Ids", IDS)):
         (_, text) = documented(heading)["kind"]
         assert set(re.findall(r"`(\w+)`", text)) == set(kinds)
-    for subject, recipes in (("linear", LinearRecipes), ("embedding", EmbeddingRecipes)):
+    for subject, recipes in (
+        ("linear", LinearRecipes),
+        ("embedding", EmbeddingRecipes),
+        ("cross_entropy", CrossEntropyRecipes),
+    ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]
 
