@@ -13,12 +13,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
+from reference.cross_entropy_targets import targets_of
 from reference.dtypes import FORMATS, Format, format_of
-from reference.ids import Ids, fill_ids
-from reference.layout import cut
+from reference.ids import Ids
 from reference.linear import Backward
 from reference.mesh import Mesh
 from reference.precision import computed_in, rounded_to
@@ -169,32 +168,10 @@ def tensors(case: CrossEntropyCase) -> Tensors:
     for m, dims in enumerate(case.leading):
         name, shape = f"logits[{m}]", (case.replicas, *dims, case.width)
         made[name] = _scaled(case, fill(case.recipes.logits, name, shape, case.format, _LARGEST_LOGIT))
-        made[f"targets[{m}]"] = _targets(case, m)
+        made[f"targets[{m}]"] = targets_of(case, m)
         name = f"loss[{m}].grad"
         made[name] = fill(case.recipes.loss_grad, name, case.loss_shape(m), case.loss_format, _LARGEST_LOGIT)
     return made
-
-
-def ignores(case: CrossEntropyCase) -> bool:
-    """Whether any target is ignored."""
-    return any(bool((_targets(case, m) == case.ignore_index).any()) for m in range(len(case.leading)))
-
-
-def least_valid(case: CrossEntropyCase) -> int:
-    """The fewest tokens that are not ignored, of any micro-batch of any replica."""
-    valid = [(_targets(case, m) != case.ignore_index).flatten(1).sum(1) for m in range(len(case.leading))]
-    return int(torch.stack(valid).min())
-
-
-def _targets(case: CrossEntropyCase, m: int) -> torch.Tensor:
-    """[R, *leading], int64."""
-    shape = (case.replicas, *case.leading[m])
-    borders = np.cumsum([0, *cut(case.width, case.parallel_size)[:-1]]).tolist()
-    targets = fill_ids(case.targets, f"targets[{m}]", shape, case.vocabulary, borders)
-    targets = targets.masked_fill(_ignored(case, m, shape), case.ignore_index)
-    if case.invalid and m == 0:
-        targets.view(case.replicas, -1)[:, -1] = case.out_of_range
-    return targets
 
 
 def _scaled(case: CrossEntropyCase, logits: torch.Tensor) -> torch.Tensor:
@@ -202,18 +179,6 @@ def _scaled(case: CrossEntropyCase, logits: torch.Tensor) -> torch.Tensor:
     largest = case.format.largest
     scaled = torch.where(logits.isfinite(), (logits * case.scale).clamp(-largest, largest), logits)
     return scaled.to(case.format.torch_dtype).to(torch.float64)
-
-
-def _ignored(case: CrossEntropyCase, m: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Which targets are set to ``ignore_index``."""
-    if case.ignored == "some":
-        return fill_ids(Ids(seed=case.targets.seed), f"ignored[{m}]", shape, 3, [0]) == 0
-    which = torch.zeros(shape, dtype=torch.bool)
-    if case.ignored == "all" or (case.ignored == "micro_batch" and m == len(case.leading) - 1):
-        which[:] = True
-    elif case.ignored == "replica":
-        which[0] = True
-    return which
 
 
 def shares(case: CrossEntropyCase) -> tuple[float, float]:

@@ -17,9 +17,8 @@ from reference.cross_entropy import (
     Invalid,
     Reduction,
     Smoothing,
-    ignores,
-    least_valid,
 )
+from reference.cross_entropy_targets import ignores, least_valid
 from reference.ids import IDS, Ids
 from reference.recipe import Recipe
 from strategies.layers import BACKWARD, LARGEST, cut_length, leadings, one_in, tiny
