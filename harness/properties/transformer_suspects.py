@@ -13,7 +13,7 @@ import torch
 from harness.oracle.patterns.evidence import Suspect, Values
 from harness.properties.transformer_pieces import Layer
 from reference.transformer import Tensors, TransformerCase
-from reference.transformer_layer import attend, feed
+from reference.transformer_layer import Change, attend, feed
 
 #: Of what every rank holds and uses for its own tokens only, under sequence parallelism.
 _OF_TOKENS = ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias", "o_bias", "down_bias")
@@ -38,22 +38,24 @@ def _outputs(layer: Layer, m: int) -> Iterator[Suspect]:
     case, n, axis, p, x = layer.case, layer.n, layer.axis, layer.parameters, layer.given[f"input[{m}]"]
     if n == 1:
         return
-    for name, whose in (("o", "attention"), ("down", "the mlp")) if case.bias else ():
+    whole = {("o",): "attention", ("down",): "the mlp", ("o", "down"): "attention and of the mlp"}
+    for names, whose in whole.items() if case.bias else ():
         for factor, why in ((n, f"{n} times: added on every rank before the sum over {axis}"), (1 / n, f"times 1/{n}")):
-            changed = {**p, f"{name}_bias": factor * p[f"{name}_bias"]}
+            changed = {**p, **{f"{name}_bias": factor * p[f"{name}_bias"] for name in names}}
             z = feed(case, changed, attend(case, changed, x, m))
-            yield Suspect(f"has the bias of {whose}'s output {why}", z.numpy())
+            yield Suspect(f"has the bias after {whose} {why}", z.numpy())
 
     def missing(whose: str) -> str:
-        return (
-            f"has the rank's own part of {whose}'s output before the sum over {axis}: {layer.sum} is missing in forward"
-        )
+        return f"has the rank's own part of {whose} before the sum over {axis}: {layer.sum} is missing in forward"
+
+    def both(own: Change) -> Values:
+        return feed(case, p, attend(case, p, x, m, own), own).numpy()
 
     y = attend(case, p, x, m)
     yield Suspect(missing("the mlp"), layer.each(("inner",), lambda own: feed(case, p, y, own).numpy(), zero=True))
+    yield Suspect(missing("attention and of the mlp"), layer.each(("heads", "inner"), both, zero=True))
     if case.sequence_parallel:
-        (own,) = layer.ways(("heads",), zero=True)
-        yield Suspect(missing("attention"), feed(case, p, attend(case, p, x, m, own)).numpy())
+        yield Suspect(missing("attention"), layer.each(("heads",), both, zero=True))
         return
     # Each rank goes on with what it has, and the sum over ranks after the mlp is right.
     alone = [attend(case, p, x, m, own) for own in layer.ways(("heads",), zero=True)]

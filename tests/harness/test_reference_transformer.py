@@ -67,11 +67,11 @@ class Layer(nn.Module):
 
 def turned(x: torch.Tensor) -> torch.Tensor:
     """Features i and i + D / 2 are a complex number, which is turned by position / 10000^(2 i / D)."""
-    first, second = x.chunk(2, -1)
+    first, second = x.double().chunk(2, -1)
     half, positions = first.shape[-1], torch.arange(len(x), dtype=torch.float64)
     angle = positions[:, None] / 10000 ** (2 * torch.arange(half, dtype=torch.float64) / x.shape[-1])
     made = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, None, None]
-    return torch.cat([made.real, made.imag], -1)
+    return torch.cat([made.real, made.imag], -1).to(x.dtype)
 
 
 def by_modules(case: TransformerCase, given: Tensors) -> dict[str, torch.Tensor | None]:
