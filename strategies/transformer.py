@@ -35,6 +35,10 @@ FEATURES = {
 }
 
 MOST_HEADS, MOST_HIDDEN, MOST_FFN = 8, 32, 16
+
+#: A layer norm of two features gives their sign, and so does an RMS norm of one: what the gradient is, is left over by
+#: cancellation, and roundings of values that are all nearly 1 go the same way.
+LEAST_NORMED = 4
 _HEAD_SIZES = (2, 4, 1, 3, 8)
 _TOKENS = (2, 4, 3, 8, 5, 7, 6, 1)
 
@@ -47,16 +51,18 @@ _PLAIN = {
 
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> TransformerCase:
-    """A layer within the scope. The plainest one has one head of two features, on one rank."""
+    """A layer within the scope. The plainest one has one head of four features, on one rank."""
     explicit = scope.has("explicit_group") and draw(st.booleans())
     axis = draw(st.sampled_from(scope.axes)) if explicit else "tp"
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis))
     n = mesh.axis_size(axis)
     rotary = scope.has("transformer_rotary") and draw(st.booleans())
+    qk_norm = scope.has("transformer_qk_norm") and draw(st.booleans())
     heads = n * draw(st.integers(1, max(1, MOST_HEADS // n)))
-    size = draw(st.sampled_from(_HEAD_SIZES))
+    least = LEAST_NORMED if qk_norm else max(1 + rotary, -(-LEAST_NORMED // heads))
+    size = max(least, draw(st.sampled_from(_HEAD_SIZES)))
+    size = size if heads * size <= MOST_HIDDEN else max(least, 2)
     size += rotary and size % 2
-    size = size if heads * size <= MOST_HIDDEN else 2
     sequence_parallel = scope.has("transformer_sequence_parallel") and one_in(draw, 3)
     leading = draw(st.lists(st.tuples(st.sampled_from(_TOKENS), st.integers(1, 3)), min_size=1, max_size=2))
     if sequence_parallel:
@@ -73,7 +79,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> TransformerCase:
         dtype=draw(st.sampled_from(scope.dtypes)),
         norm="rms" if scope.has("transformer_rms_norm") and draw(st.booleans()) else "layer",
         activation="swiglu" if scope.has("transformer_swiglu") and draw(st.booleans()) else "gelu",
-        qk_norm=scope.has("transformer_qk_norm") and draw(st.booleans()),
+        qk_norm=qk_norm,
         rotary=rotary,
         mask=draw(st.sampled_from(_masks(scope))),
         bias=draw(st.booleans()),
@@ -204,4 +210,5 @@ def _measure(case: TransformerCase) -> tuple[Any, ...]:
 def within(case: TransformerCase, scope: Scope) -> bool:
     """Whether the dtype and the sizes of a case are such as the scope allows."""
     shared = _shared(case.kv_heads, case.heads, case.parallel_size)
-    return (shared is None or scope.has(shared)) and case.dtype in scope.dtypes
+    normed = min(case.hidden, case.head_size if case.qk_norm else LEAST_NORMED)
+    return normed >= LEAST_NORMED and (shared is None or scope.has(shared)) and case.dtype in scope.dtypes
