@@ -192,8 +192,7 @@ def expected(case: CrossEntropyCase, given: Tensors) -> dict[str, torch.Tensor |
     """Losses and the logits' gradients of one process, float64; None where there must be no gradient.
 
     With lse = log sum exp(x): -log p = lse - x, so loss = lse - (x[t] times its share + every class' share of sum x),
-    and its gradient is exp(x - lse) - the shares. Written with lse, and not with x - max alone, so that rounding may be
-    what it is in any of the usual forms.
+    and its gradient is exp(x - lse) - the shares.
     """
     out: dict[str, torch.Tensor | None] = {}
     for m, dims in enumerate(case.leading):
@@ -218,17 +217,24 @@ def _one(case: CrossEntropyCase, given: Tensors, m: int) -> tuple[torch.Tensor, 
     hit_RTV = torch.arange(case.vocabulary) == t_RT.unsqueeze(-1)
 
     top_RT1 = x_RTV.amax(-1, keepdim=True)
-    lse_RT1 = (x_RTV - top_RT1).exp().sum(-1, keepdim=True).log() + top_RT1
-    lse_RT, target_share, every_share = lse_RT1.squeeze(-1), *shares(case)
-    nll_RT = lse_RT - x_RTV.gather(-1, t_RT.masked_fill(~valid_RT, 0).unsqueeze(-1)).squeeze(-1)
-    loss_RT = nll_RT
-    if case.label_smoothing:
-        loss_RT = target_share * nll_RT + (every_share * case.vocabulary) * (lse_RT - x_RTV.sum(-1) / case.vocabulary)
-    if case.z_loss:
-        loss_RT = loss_RT + case.z_loss * lse_RT * lse_RT
-    loss_RT = torch.where(valid_RT, loss_RT, 0.0)
+    below_RTV = x_RTV - top_RT1
+    log_total_RT1 = below_RTV.exp().sum(-1, keepdim=True).log()
+    lse_RT1 = log_total_RT1 + top_RT1
+    # 0: but where it is disturbed, x - lse may round as x - max - log(total) does not. Both are usual.
+    slack_RT1 = rounded_to(case.loss_format.name)(lse_RT1) - lse_RT1
+    log_total_RT1 = log_total_RT1 + slack_RT1
 
-    p_RTV = (x_RTV - lse_RT1).exp()
+    target_share, every_share = shares(case)
+    target_RT1 = t_RT.masked_fill(~valid_RT, 0).unsqueeze(-1)
+    loss_RT1 = log_total_RT1 - below_RTV.gather(-1, target_RT1)
+    if case.label_smoothing:
+        mean_RT1 = below_RTV.sum(-1, keepdim=True) / case.vocabulary
+        loss_RT1 = target_share * loss_RT1 + (every_share * case.vocabulary) * (log_total_RT1 - mean_RT1)
+    if case.z_loss:
+        loss_RT1 = loss_RT1 + case.z_loss * lse_RT1 * lse_RT1
+    loss_RT = torch.where(valid_RT, loss_RT1.squeeze(-1), 0.0)
+
+    p_RTV = (below_RTV - log_total_RT1).exp()
     if case.z_loss:
         p_RTV = p_RTV * (1 + 2 * case.z_loss * lse_RT1)
     grad_RTV = p_RTV - hit_RTV.to(torch.float64) * target_share
@@ -236,7 +242,6 @@ def _one(case: CrossEntropyCase, given: Tensors, m: int) -> tuple[torch.Tensor, 
         grad_RTV = grad_RTV - every_share
     if case.reduction != "none":
         loss_RT = loss_RT.sum(-1, keepdim=True)
-    if case.reduction != "none":
         # All tokens have one weight: where their gradients are equal, so are the roundings, as if it were rounded.
         g = rounded_to(case.dtype)(g)
     if case.reduction == "mean":
