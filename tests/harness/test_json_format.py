@@ -22,6 +22,7 @@ from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
 from reference.recipe import KINDS, Recipe
+from reference.transformer import TransformerRecipes
 
 TEXT = (Path(__file__).parents[2] / "docs" / "json.md").read_text("utf-8")
 
@@ -83,6 +84,7 @@ def test_the_names_that_recipes_have() -> None:
         ("linear", LinearRecipes),
         ("embedding", EmbeddingRecipes),
         ("cross_entropy", CrossEntropyRecipes),
+        ("transformer", TransformerRecipes),
     ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]
