@@ -14,8 +14,13 @@ from drawing import transformer_cases
 from hypothesis import given
 from torch import nn
 
+from harness.observation import LocalTensor, Observation
+from harness.oracle.expectation import expect
+from harness.oracle.within import compare_within
+from harness.properties.modules import one_thread
 from reference.attention import visible_keys
 from reference.codec import decode, encode
+from reference.layout import Whole
 from reference.mesh import Mesh
 from reference.recipe import Recipe
 from reference.transformer import Tensors, TransformerCase, TransformerRecipes, expected, shapes, tensors
@@ -74,19 +79,21 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([made.real, made.imag], -1).to(x.dtype)
 
 
-def by_modules(case: TransformerCase, given: Tensors) -> dict[str, torch.Tensor | None]:
+def by_modules(
+    case: TransformerCase, given: Tensors, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor | None]:
     """Each replica's layer, run forward and backward on each micro-batch in turn."""
     replicas = []
     for r in range(case.replicas):
-        layer, out = Layer(case), {}
+        layer, out = Layer(case).to(dtype), {}
         held = {name: layer.get_parameter(re.sub("_(weight|bias)$", r".\1", name)) for name in shapes(case)}
         for name, parameter in held.items():
             parameter.data.copy_(given[name])
         for m in range(len(case.leading)):
-            x = given[f"input[{m}]"][r].clone().requires_grad_(case.input_requires_grad)
+            x = given[f"input[{m}]"][r].to(dtype, copy=True).requires_grad_(case.input_requires_grad)
             z = layer(x, m)
             if case.trains:
-                torch.autograd.backward(z, given[f"output[{m}].grad"][r])
+                torch.autograd.backward(z, given[f"output[{m}].grad"][r].to(dtype))
             out[f"output[{m}]"], out[f"input[{m}].grad"] = z.detach(), x.grad
         out |= {f"{name}.grad": parameter.grad for name, parameter in held.items()}
         replicas.append(out)
@@ -109,6 +116,22 @@ def test_expected_is_what_torchs_modules_compute(case: TransformerCase) -> None:
             # The scale of the errors is that of the terms, which cancel in what is near zero.
             scale = max(1.0, float(other.abs().max()))
             torch.testing.assert_close(value / scale, other / scale, rtol=0, atol=3e-9, msg=name)
+
+
+@given(transformer_cases)
+def test_layers_that_compute_in_the_dtype_itself_are_within_tolerance(case: TransformerCase) -> None:
+    """The shipped one has norms and softmax in fp32; whoever has not must not be condemned."""
+    case = dataclasses.replace(case, main_grad=False)
+    made = tensors(case)
+    idle = [] if case.trains else [name for name in made if name.endswith(".grad")]
+    with one_thread():
+        want = expect(lambda: expected(case, made), case.format, given=made, idle=idle)
+    got = by_modules(case, made, case.format.torch_dtype)
+    for name, value in want.items():
+        held = got[name]
+        local = None if held is None else LocalTensor(held.to(torch.float64).numpy(), case.dtype)
+        judged = compare_within(name, value, Whole(), case.dtype, Mesh.of(tp=1), [Observation({name: local})])
+        assert judged.finding is None, (judged, case)
 
 
 def test_the_plain_layer_is_torchs_encoder_layer() -> None:
