@@ -155,8 +155,8 @@ class Candidate:
         raise NotImplementedError
 
     def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
-        """Subject cross_entropy: the loss of logits [..., width] that are cut along their columns, and whole targets. It
-        has no parameters: ``Sharded(function)``."""
+        """Subject cross_entropy: the loss of logits [..., width] that are cut along their columns, and whole targets.
+        ``Sharded(function)``: it has no parameters."""
         raise NotImplementedError
 
     def transformer_layer(self, case: TransformerCase) -> Sharded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.errors import WrongUse
 from harness.oracle.operations import Rule, rule_of
+
+
+def require_dense(tensor: torch.Tensor) -> None:
+    """Raises WrongUse for a tensor without a storage of its values."""
+    if tensor.layout is not torch.strided:
+        raise WrongUse(
+            f"the reference works on a tensor of layout {tensor.layout}: expected dense ones, let it call to_dense()"
+        )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for all tensors that share memory; used again by others once nobody refers to it, weakly or not."""
+    require_dense(tensor)
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -117,8 +127,23 @@ class NumbersLeave(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LEAVING:
             self._told(func.__name__, args[0])
+        elif func in _FACTORIES:
+            for tensor in _nested(args[1 if func is torch.Tensor.new_tensor else 0] if args else None):
+                self._told(func.__name__, tensor)
         return func(*args, **(kwargs or {}))
 
+
+def _nested(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside of lists and tuples: their numbers are read one by one."""
+    for member in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(member, torch.Tensor):
+            yield member
+        else:
+            yield from _nested(member)
+
+
+#: Make a tensor of numbers, also of those of other tensors.
+_FACTORIES = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor])
 
 _LEAVING = frozenset(
     getattr(torch.Tensor, name)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.oracle.sizes import fits
+
 Dims = int | list[int] | None
 
 
@@ -166,6 +168,36 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
+
+def rounds_a_number(args: Any, kwargs: Any) -> bool:
+    """Whether a sum has a factor, or a number that kernels, which hold numbers in fp32 or better, round."""
+    if not args[0].is_floating_point():
+        return False
+    alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    return bool(alpha != 1 or (isinstance(args[1], float) and not fits(args[1], 24)))
+
+
+def _add(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return torch.add(x, _scaled(x, other, alpha))
+
+
+def _sub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return torch.sub(x, _scaled(x, other, alpha))
+
+
+def _rsub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    other = other if isinstance(other, Tensor) else torch.full((), other, dtype=x.dtype)
+    return torch.sub(other, _scaled(x, x, alpha))
+
+
+def _scaled(x: Tensor, other: Any, alpha: float) -> Tensor:
+    added: Tensor = other if isinstance(other, Tensor) else torch.full((), other, dtype=x.dtype)
+    # The kernels of fp16 and bf16 round the factor to their format first.
+    return added if alpha == 1 else added * torch.full((), alpha, dtype=x.dtype)
+
+
+#: Sums that round their factor's product, or a number, before they add.
+SCALED_SUMS: Mapping[str, Callable[..., Any]] = {"add": _add, "sub": _sub, "rsub": _rsub}
 
 #: By the name of the operation without namespace, overload and the underscore of the in-place form.
 DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.oracle.dataflow import Dataflow, tensors_in, written
 from harness.oracle.noise import Noise, accumulated, amplitude
 from harness.oracle.operations import Rule, UnknownOperation, rule_of
-from harness.oracle.sizes import Size, shared, terms
+from harness.oracle.sizes import Size, in_turn, shared, terms
 from harness.oracle.tables import Args, Kind, Kwargs
 from reference.dtypes import Format
 from reference.precision import current
@@ -71,7 +71,8 @@ class Operation(NamedTuple):
             if scales is None:
                 scale = result.abs()
             else:
-                scale = accumulated(scales[i], result, terms(self.rule.base, self.args, result), self.format)
+                count = terms(self.rule.base, self.args, result)
+                scale = accumulated(scales[i], result, count, self.format, in_turn(self.rule.base))
             own = amplitude(scale, self.format, self.size.own, self.rule.underflows)
             shape = shared(self.rule.base, self.size.kind, inputs, result)
             found.append(Disturbance(own, shape, self.size.common))
@@ -107,7 +108,7 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rule, kw, block = rule_of(func), kwargs or {}, current()
         if rule.view and block is None:
             return func(*args, **kw)
-        if rule.decomposition is not None:
+        if rule.decomposition is not None and rule.when(args, kw):
             self.rewrote = True
             with self:
                 result = rule.decomposition(*args, **kw)
@@ -119,7 +120,7 @@ class Disturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fmt = self._format_of_operation()
         if rule.choose is not None:
             size = rule.choose(args, kw, fmt)
-        elif block is not None and block.stores and size.kind is Kind.MOVEMENT and not rule.view:
+        if block is not None and block.stores and size.kind is Kind.MOVEMENT and not rule.view:
             size = Size(Kind.ELEMENTWISE)
         inputs = tensors_in(args)
         named = tensors_in(tuple(kw.values())) if kw else []

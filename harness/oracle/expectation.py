@@ -8,7 +8,7 @@ import torch
 
 from harness.oracle.dataflow import Dataflow, Following, NumbersLeave
 from harness.oracle.deviation import RUNS as RUNS
-from harness.oracle.overflow import Overflow
+from harness.oracle.overflow import LooksAtNumbers, Overflow
 from harness.oracle.rounding import Compute, Spread, disturb, repeatable
 from harness.oracle.soundness import (
     Results,
@@ -50,13 +50,10 @@ def expect(
     given = given or {}
     with unchanged(given):
         found = disturb(compute, fmt, runs=runs, seed=seed, given=_busy(given, idle))
-        may_overflow: Results = {}
-        if found.near_overflow:
-            with repeatable(seed), Overflow(fmt, seed):
-                may_overflow = dict(compute())
+        may_overflow = _may_overflow(compute, fmt, seed) if found.near_overflow else {}
     require_numbers(given, found.want, may_be_nan)
     return {
-        name: None if one is None else _expected(one, may_overflow.get(name), fmt)
+        name: None if one is None else _expected(one, may_overflow, name, fmt)
         for name, one in found.spreads(runs).items()
     }
 
@@ -77,19 +74,31 @@ def exactly(
         with repeatable(0), NumbersLeave(flow.left), Following(flow):
             again = compute()
     require_form(want, again)
-    require_values(want, again)
+    require_values(want, again, exact=True)
     require_used(flow.unused(again.values()), again)
     require_numbers(given, want, may_be_nan)
     return want
 
 
 def _busy(given: Mapping[str, torch.Tensor], idle: Collection[str]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in given.items() if name not in idle}
+    return {name: tensor for name, tensor in given.items() if name not in idle and tensor.numel()}
 
 
-def _expected(found: Spread, overflowed: torch.Tensor | None, fmt: Format) -> Expected:
+def _may_overflow(compute: Compute, fmt: Format, seed: int) -> Results | None:
+    """The results with NaN where they may overflow; None where the reference looks at such numbers on its way."""
+    mode = Overflow(fmt, seed)
+    try:
+        with repeatable(seed), NumbersLeave(mode.leaving), mode:
+            return dict(compute())
+    except LooksAtNumbers:
+        return None
+
+
+def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Format) -> Expected:
     free = found.ambiguous
-    if overflowed is not None:
+    if may_overflow is None:
+        free = torch.ones_like(free)
+    elif (overflowed := may_overflow.get(name)) is not None:
         free = free | (overflowed.detach().isnan() & ~found.want.isnan())
     deviation = found.deviation
     if fmt.precision >= _OWN.precision and deviation.any():

@@ -79,16 +79,19 @@ def amplitude(scale: torch.Tensor, fmt: Format, roundings: float = 1.0, underflo
     return size.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def accumulated(scale: torch.Tensor, total: torch.Tensor, terms: float, fmt: Format) -> torch.Tensor:
+def accumulated(
+    scale: torch.Tensor, total: torch.Tensor, terms: float, fmt: Format, in_turn: bool = False
+) -> torch.Tensor:
     """What the error of a sum of ``terms`` terms is relative to: ``scale``, the sum of their magnitudes, or more.
 
     A sum kept in the format itself rounds every partial sum. In a random order those grow linearly to the total, so the
     squares of their errors add up to about terms / 3 times the square of the total's: it grows with the square root
     of the number of terms (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM Journal on
-    Scientific Computing 41, 2019). fp16 and bf16 are summed in fp32 by all that computes with them, which does not
-    show. scale: overwritten.
+    Scientific Computing 41, 2019). fp16 and bf16 are summed in fp32 by nearly all that computes with them, which does
+    not show; but what is added to a tensor term by term, ``in_turn``, is rounded to its format each time. scale:
+    overwritten.
     """
-    if fmt.precision < 24 or terms <= 1:
+    if terms <= 1 or (fmt.precision < 24 and not in_turn):
         return scale
     return scale.add_(total.abs(), alpha=math.sqrt((terms - 1) / 3))
 

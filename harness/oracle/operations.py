@@ -15,9 +15,9 @@ import torch
 from torch._decomp import decomposition_table
 
 from harness.errors import WrongUse
-from harness.oracle.decompositions import DECOMPOSITIONS
+from harness.oracle.decompositions import DECOMPOSITIONS, SCALED_SUMS, rounds_a_number
 from harness.oracle.fused import FUSED
-from harness.oracle.sizes import CHOICES, EXACT, Choice, Size
+from harness.oracle.sizes import CHOICES, EXACT, Choice, Size, constants
 from harness.oracle.tables import (
     EXACT_WHEN_SMALL,
     LIBRARY_ROUNDINGS,
@@ -28,7 +28,9 @@ from harness.oracle.tables import (
     SUMS,
     VALUELESS,
     WRITES_ITSELF,
+    Args,
     Kind,
+    Kwargs,
 )
 
 
@@ -51,10 +53,11 @@ class Rule:
     ``base``: the name without namespace and the underscore of an in-place form. ``size``: of the error, unless
     ``choose`` says it from the arguments. ``underflows``: whether a result below the format's normal range loses bits:
     a product does, a sum is exact there. ``fused``: the operation with its inner roundings, see `harness.oracle.fused`.
-    ``decomposition``: the operation as a sequence of others. ``writes``: positions and names of the arguments that are
-    written to. ``view``: the results share memory with an argument. ``random``: draws numbers. ``reads``: hands numbers
-    to Python, or has results whose shape depends on numbers. ``valueless``: looks at nothing but the shape of its
-    arguments. ``known``: False where results other than integers and booleans are an error.
+    ``decomposition``: the operation as a sequence of others, where ``when`` says so of its arguments. ``writes``:
+    positions and names of the arguments that are written to. ``view``: the results share memory with an argument.
+    ``random``: draws numbers. ``reads``: hands numbers to Python, or has results whose shape depends on numbers.
+    ``valueless``: looks at nothing but the shape of its arguments. ``known``: False where results other than integers
+    and booleans are an error.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Rule:
     underflows: bool = True
     fused: Callable[..., Any] | None = None
     decomposition: Callable[..., Any] | None = None
+    when: Callable[[Args, Kwargs], bool] = lambda args, kwargs: True
     writes: tuple[int | str, ...] = ()
     view: bool = False
     random: bool = False
@@ -151,9 +155,12 @@ def _make(func: Any) -> Rule:
 
 def _known(func: Any, base: str, facts: dict[str, Any]) -> Rule | None:
     """The rule of one of torch's own operations: tables first, then decompositions, then tags."""
-    facts = {**facts, "choose": CHOICES.get(base), "underflows": base not in EXACT_WHEN_SMALL}
+    choose = CHOICES.get(base, constants if base in MOVEMENT and not facts["view"] else None)
+    facts = {**facts, "choose": choose, "underflows": base not in EXACT_WHEN_SMALL}
     if base in MOVEMENT or facts["view"]:
         return Rule(**facts)
+    if base in SCALED_SUMS:
+        return _rewritten(SCALED_SUMS[base], {**facts, "size": Size(Kind.ELEMENTWISE), "when": rounds_a_number})
     for names, kind in ((SUMS, Kind.REDUCTION), (PRODUCTS, Kind.CONTRACTION), (ONE_ROUNDING, Kind.ELEMENTWISE)):
         if base in names:
             return Rule(size=Size(kind), **facts)

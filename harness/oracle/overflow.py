@@ -9,6 +9,11 @@ import torch
 from harness.oracle.dataflow import tensors_in
 from harness.oracle.disturbing import Disturbing, Operation
 from harness.oracle.noise import overflows_above
+from reference.dtypes import Format
+
+
+class LooksAtNumbers(Exception):
+    """The computation looks at a number that may have overflowed: nobody knows where it would go."""
 
 
 class Overflow(Disturbing):  # type: ignore[no-untyped-call]
@@ -16,9 +21,23 @@ class Overflow(Disturbing):  # type: ignore[no-untyped-call]
 
     In another order, or cut over ranks, such a sum may pass through an infinity: it may end as one, as NaN, or as the
     right number. The NaN reaches all that is computed from it. What is infinite because an argument is stays as it is.
+    Raises LooksAtNumbers where the computation looks at such a number, or at what it compared.
     """
 
+    def __init__(self, fmt: Format, seed: int) -> None:
+        super().__init__(fmt, seed)
+        self._found = False
+
+    def leaving(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor's numbers go to Python. Raises LooksAtNumbers if some may have overflowed."""
+        compared = tensor.dtype is torch.bool
+        if self._found and (compared or (tensor.is_floating_point() and bool(tensor.isnan().any()))):
+            raise LooksAtNumbers(name)
+
     def disturbed(self, operation: Operation) -> Any:
+        if operation.rule.reads:
+            for tensor in operation.inputs:
+                self.leaving(operation.rule.name, tensor)
         if operation.exact:
             return operation.run()
         scales = operation.scales()
@@ -29,5 +48,7 @@ class Overflow(Disturbing):  # type: ignore[no-untyped-call]
         found = [t.abs() for t in results] if scales is None else [s for s in scales if s.is_floating_point()]
         limit = overflows_above(operation.format)
         for tensor, scale in zip(results, found, strict=True):
-            tensor.masked_fill_((scale > limit) & (scale.isfinite() if not finite else True), torch.nan)
+            near = (scale > limit) & (scale.isfinite() if not finite else True)
+            self._found = self._found or bool(near.any())
+            tensor.masked_fill_(near, torch.nan)
         return result

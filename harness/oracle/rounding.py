@@ -98,8 +98,7 @@ def _together(
     with repeatable(seed), NumbersStayInside(shadows), shadows:
         got = compute()
     require_form(want, got)
-    if not shadows.rewrote:
-        require_values(want, got)
+    _require_same(compute, want, got if not shadows.rewrote else None, seed)
     require_used(flow.unused(got.values()), got)
     copies = {name: None if value is None else shadows.of(value) for name, value in got.items()}
     return Disturbed(want, copies, shadows.near_overflow())
@@ -110,6 +109,7 @@ def _separately(
 ) -> Disturbed:
     made: dict[str, list[torch.Tensor]] = {name: [] for name, value in want.items() if value is not None}
     flow = Dataflow(given)
+    _require_same(compute, want, None, seed)
     for k in range(runs):
         seen = flow if given and not k else None
         with repeatable(seed), NumbersLeave(flow.left), Rounding(fmt, seed * runs + k, seen):
@@ -123,6 +123,15 @@ def _separately(
             assert value is not None
             values.append(value)
     return Disturbed(want, {name: torch.stack(made[name]) if name in made else None for name in want}, True)
+
+
+def _require_same(compute: Compute, want: Tensors, again: Results | None, seed: int) -> None:
+    """Raises UnsoundReference if another undisturbed run differs; again: one that is there already."""
+    if again is None:
+        with repeatable(seed):
+            again = kept(compute())
+        require_form(want, again)
+    require_values(want, again)
 
 
 @contextmanager

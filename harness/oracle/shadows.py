@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.oracle.dataflow import Dataflow, NumbersLeave, storage_key, tensors_in
+from harness.oracle.dataflow import Dataflow, NumbersLeave, require_dense, storage_key, tensors_in
 from harness.oracle.disturbing import Disturbance, Disturbing, Operation
 from harness.oracle.noise import Rounder, overflows_above, unit_of
 from harness.oracle.together import together
@@ -235,4 +235,5 @@ class NumbersStayInside(NumbersLeave):
 
 
 def _length(tensor: torch.Tensor) -> int:
+    require_dense(tensor)
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())

@@ -48,6 +48,16 @@ def scaled(number: float) -> tuple[float, float]:
     return (0.0, 0.0) if is_power_of_two(number) else (1.0, 0.0 if fits(number, 24) else 1.0)
 
 
+def growth(count: float, fmt: Format) -> float:
+    """How much more than its last rounding a sum of so many terms errs, relative to the total; see `accumulated`."""
+    return math.sqrt((count - 1) / 3) if fmt.precision >= 24 and count > 1 else 0.0
+
+
+def in_turn(base: str) -> bool:
+    """Whether terms are added to the result one by one, in its format whatever that is."""
+    return base in _INDEX
+
+
 def terms(base: str, args: Args, result: torch.Tensor) -> float:
     """How many terms one element of a sum or a contraction has, as far as the shapes tell; 1 where they do not."""
     if base in _LAST_MATRIX:
@@ -63,7 +73,16 @@ def terms(base: str, args: Args, result: torch.Tensor) -> float:
         return float(weight.numel() / x.size(1) if result.shape == x.shape else grad.numel() / grad.size(1))
     if base in _INDEX:
         index = args[_INDEX[base]]
-        return float(index.flatten().bincount().max()) if index.numel() else 1
+        if isinstance(index, (list, tuple)):
+            several = [one for one in index if one is not None]
+            if len(several) != 1 or several[0].dtype == torch.bool:
+                return float(max((one.numel() for one in several), default=1))
+            index = several[0]
+        if not index.numel():
+            return 1
+        most = float((index - index.min()).flatten().bincount().max())
+        # Along the dimension that is scattered an element cannot get more than its length.
+        return min(most, float(index.size(args[1]))) if base.startswith("scatter") and index.dim() else most
     return 1
 
 
@@ -96,7 +115,13 @@ def shared(base: str, kind: Kind, inputs: Sequence[torch.Tensor], result: torch.
 
 _CONSTANTS = frozenset(["full", "fill", "scalar_tensor", "full_like", "new_full"])
 #: Where the index is that says which terms belong together.
-_INDEX = {"embedding_dense_backward": 1, "index_add": 2}
+_INDEX = {
+    "embedding_dense_backward": 1,
+    "index_add": 2,
+    "scatter_add": 2,
+    "scatter_reduce": 2,
+    **dict.fromkeys(("put", "index_put", "_unsafe_index_put", "_index_put_impl"), 1),
+}
 _LAST_MATRIX = frozenset(["mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot"])
 
 
@@ -134,8 +159,14 @@ def _mean(args: Args, kwargs: Kwargs, fmt: Format) -> Size:
 
 
 def _norm(args: Args, kwargs: Kwargs, fmt: Format) -> Size:
+    """The sum of powers rounds as other sums do; the root halves its relative error, or takes a p-th of it."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    return EXACT if isinstance(order, (int, float)) and math.isinf(order) else Size(Kind.ELEMENTWISE)
+    if isinstance(order, (int, float)) and math.isinf(order):
+        return EXACT
+    x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dim")
+    dims = range(x.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    count = math.prod(x.size(d) for d in dims) if x.dim() else 1
+    return Size(Kind.ELEMENTWISE, 1.0 + growth(count, fmt))
 
 
 def _product(args: Args, kwargs: Kwargs, fmt: Format) -> Size:
@@ -149,6 +180,17 @@ def _constant(args: Args, kwargs: Kwargs, fmt: Format) -> Size:
     number = args[-1]
     exact = not isinstance(number, float) or fits(number, fmt.precision)
     return EXACT if exact else Size(Kind.ELEMENTWISE)
+
+
+def constants(args: Args, kwargs: Kwargs, fmt: Format) -> Size:
+    """What copies and chooses is exact, but for numbers that the format does not hold: the bound of a clamp, a fill.
+
+    They are rounded once, for all elements that get them; the others are taken to err with them.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, float) and not fits(value, fmt.precision):
+            return Size(Kind.ELEMENTWISE, 0.0, fmt.unit_roundoff / common_roundoff(fmt))
+    return EXACT
 
 
 #: By the name of the operation without namespace, overload and the underscore of the in-place form.

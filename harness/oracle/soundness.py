@@ -25,6 +25,8 @@ class UnsoundReference(WrongUse):
 
 def kept(results: Results) -> Tensors:
     """Copies, which later runs cannot write to, and which share no memory with what the reference keeps."""
+    if not isinstance(results, Mapping):
+        raise UnsoundReference(f"the reference returns {type(results).__name__}: expected tensors by name, as a dict")
     for name, value in results.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise UnsoundReference(f"the reference returns {name} as {type(value).__name__}: expected a tensor or None")
@@ -91,15 +93,17 @@ def _form(run: Results, name: str) -> str:
     return "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
 
 
-def require_values(want: Results, got: Results) -> None:
-    """Raises UnsoundReference if two runs return different values."""
+def require_values(want: Results, got: Results, exact: bool = False) -> None:
+    """Raises UnsoundReference if two runs return different values; exact: in any bit."""
     for name, first in want.items():
         second = got[name]
         if first is None or second is None or torch.equal(first, second):
             continue
         same = (first == second) | (first != first) & (second != second)
         off = torch.where(same, 0.0, (first.to(torch.float64) - second.detach().to(torch.float64)).abs())
-        if not float(off.max()) <= _SAME * float(first.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0).max()):
+        if not float(off.max()) <= (0.0 if exact else _SAME) * float(
+            first.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0).max()
+        ):
             raise UnsoundReference(
                 f"the reference is not the same twice: {name} differs by up to {float(off.max()):.3g}. It must make "
                 "its tensors anew, leave nothing changed behind, and draw no random numbers but torch's on the CPU"
