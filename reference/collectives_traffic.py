@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from reference.collectives import CollectivesCase, Kind
-from reference.traffic import Operation, Phase, Transfer, piece, worth_sending
+from reference.traffic import Operation, Phase, Transfer, gathers, reduce_scatters, worth_sending
 
 _FORWARD: dict[Kind, Operation] = {
     "reduce": "all_reduce",
@@ -23,18 +23,16 @@ _BACKWARD: dict[Kind, Operation] = {
 
 def needed(case: CollectivesCase) -> tuple[Transfer, ...]:
     """Every collective, tensor by tensor."""
-    made, n = [], case.parallel_size
+    made: list[Transfer] = []
     dtype = str(case.format.torch_dtype).removeprefix("torch.")
     for m, shape in enumerate(case.shapes):
-        whole, length = math.prod(shape), shape[case.dim]
-        elements = {
-            "all_reduce": whole,
-            "all_gather": whole // length * piece(length, n),
-            "reduce_scatter": whole // length * piece(length, n) * n,
-        }
+        length = shape[case.dim]
+        cut = (case.axis, dtype, length, math.prod(shape) // length, case.parallel_size)
         phases: tuple[tuple[Phase, dict[Kind, Operation]], ...] = (("forward", _FORWARD), ("backward", _BACKWARD))
         for phase, table in phases:
-            if case.kind in table and (phase == "forward" or case.trains):
-                operation = table[case.kind]
-                made.append(Transfer(phase, m, operation, case.axis, elements[operation], dtype))
+            operation = table.get(case.kind) if phase == "forward" or case.trains else None
+            if operation == "all_reduce":
+                made.append(Transfer(phase, m, operation, case.axis, math.prod(shape), dtype))
+            elif operation is not None:
+                made.append((gathers if operation == "all_gather" else reduce_scatters)(phase, m, *cut))
     return worth_sending(made, case.mesh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from reference.embedding import EmbeddingCase
-from reference.traffic import Transfer, piece, worth_sending
+from reference.traffic import Transfer, gathers, reduce_scatters, worth_sending
 
 
 def needed(case: EmbeddingCase) -> tuple[Transfer, ...]:
@@ -19,10 +19,9 @@ def needed(case: EmbeddingCase) -> tuple[Transfer, ...]:
     for m, dims in enumerate(case.leading):
         rest = math.prod(dims[1:]) * case.hidden
         if case.sequence_parallel:
-            own = piece(dims[0], n) * rest
-            made.append(Transfer("forward", m, "reduce_scatter", case.axis, n * own, dtype))
+            made.append(reduce_scatters("forward", m, case.axis, dtype, dims[0], rest, n))
             if case.trains:
-                made.append(Transfer("backward", m, "all_gather", case.axis, own, dtype))
+                made.append(gathers("backward", m, case.axis, dtype, dims[0], rest, n))
         else:
             made.append(Transfer("forward", m, "all_reduce", case.axis, dims[0] * rest, dtype))
     return worth_sending(made, case.mesh)

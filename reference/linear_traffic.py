@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from reference.linear import LinearCase
-from reference.traffic import Operation, Phase, Transfer, piece, worth_sending
+from reference.traffic import Phase, Transfer, gathers, reduce_scatters, worth_sending
 
 
 def needed(case: LinearCase) -> tuple[Transfer, ...]:
@@ -43,38 +43,40 @@ def with_output_gradient(case: LinearCase, transfers: Sequence[Transfer]) -> tup
 
 
 def _of_micro_batch(case: LinearCase, m: int) -> Iterator[Transfer]:
-    n, trained = case.parallel_size, case.trained
+    n, trained, dtype = case.parallel_size, case.trained, _dtype(case)
     first, rest = case.leading[m][0], math.prod(case.leading[m][1:])
-    tokens, own_tokens = first * rest, piece(first, n) * rest
     inside, outside = case.in_features, case.out_features
 
-    def one(phase: Phase, operation: Operation, elements: int) -> Transfer:
-        return Transfer(phase, m, operation, case.axis, elements, _dtype(case))
+    def all_reduce(phase: Phase, elements: int) -> Transfer:
+        return Transfer(phase, m, "all_reduce", case.axis, elements, dtype)
+
+    def of_tokens(make: Callable[..., Transfer], phase: Phase, features: int, **how: bool) -> Transfer:
+        """A collective that cuts or joins the first token dimension."""
+        return make(phase, m, case.axis, dtype, first, rest * features, n, **how)
 
     if case.kind == "column":
         if case.sequence_parallel:
-            yield one("forward", "all_gather", own_tokens * inside)
+            yield of_tokens(gathers, "forward", inside)
             if "weight" in trained:  # unless the gathered input was kept, which costs memory
-                again = one("backward", "all_gather", own_tokens * inside)
-                yield dataclasses.replace(again, optional=True)
+                yield of_tokens(gathers, "backward", inside, optional=True)
             if "input" in trained:
-                yield one("backward", "reduce_scatter", n * own_tokens * inside)
+                yield of_tokens(reduce_scatters, "backward", inside)
             return
         if case.gather_output:
-            yield one("forward", "all_gather", tokens * piece(outside, n))
+            yield gathers("forward", m, case.axis, dtype, outside, first * rest, n)
             if case.bias and case.skip_bias_add:
-                yield one("forward", "all_gather", piece(outside, n))
+                yield gathers("forward", m, case.axis, dtype, outside, 1, n)
         if "input" in trained:
-            yield one("backward", "all_reduce", tokens * inside)
+            yield all_reduce("backward", first * rest * inside)
         return
     if case.sequence_parallel:
-        yield one("forward", "reduce_scatter", n * own_tokens * outside)
+        yield of_tokens(reduce_scatters, "forward", outside)
         if trained & {"input", "weight"}:
-            yield one("backward", "all_gather", own_tokens * outside)
+            yield of_tokens(gathers, "backward", outside)
         return
-    yield one("forward", "all_reduce", tokens * outside)
+    yield all_reduce("forward", first * rest * outside)
     if not case.input_is_parallel and "input" in trained:
-        yield one("backward", "all_gather", tokens * piece(inside, n))
+        yield gathers("backward", m, case.axis, dtype, inside, first * rest, n)
 
 
 def _dtype(case: LinearCase) -> str:

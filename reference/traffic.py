@@ -18,7 +18,8 @@ Phase = Literal["forward", "backward", "finish"]
 class Transfer:
     """One collective along ``axis``, in one phase of one micro-batch (0 for ``finish``).
 
-    elements: that each rank gives: of an all-reduce and a reduce-scatter the whole tensor, of an all-gather its piece.
+    elements: that each rank gives: of an all-reduce and a reduce-scatter the whole tensor, of an all-gather its piece;
+    where a cut is uneven, with the padding to the longest piece. least: without any, where that is less.
     dtype: torch's name. optional: a right implementation may do without, or do it
     elsewhere.
     """
@@ -30,11 +31,28 @@ class Transfer:
     elements: int
     dtype: str
     optional: bool = False
+    least: int | None = None
+
+    def fits(self, elements: int) -> bool:
+        """Whether a payload of so many elements is this collective's."""
+        return (self.elements if self.least is None else self.least) <= elements <= self.elements
 
 
-def piece(length: int, parts: int) -> int:
-    """The longest of the pieces of a dimension that is cut: the shorter ones travel padded, or as they are."""
-    return math.ceil(length / parts)
+def gathers(
+    phase: Phase, micro_batch: int, axis: str, dtype: str, length: int, rest: int, parts: int, optional: bool = False
+) -> Transfer:
+    """An all-gather of a dimension of ``length`` that is cut into ``parts``; rest: the product of the others."""
+    least = None if length % parts == 0 else 0  # one way of cutting leaves the last ranks none
+    elements = math.ceil(length / parts) * rest
+    return Transfer(phase, micro_batch, "all_gather", axis, elements, dtype, optional, least)
+
+
+def reduce_scatters(
+    phase: Phase, micro_batch: int, axis: str, dtype: str, length: int, rest: int, parts: int
+) -> Transfer:
+    """A reduce-scatter of such a dimension."""
+    elements = math.ceil(length / parts) * parts * rest
+    return Transfer(phase, micro_batch, "reduce_scatter", axis, elements, dtype, least=length * rest)
 
 
 def worth_sending(transfers: list[Transfer], mesh: Mesh) -> tuple[Transfer, ...]:

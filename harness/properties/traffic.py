@@ -21,6 +21,8 @@ _FORMS = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_reduce_coalesced": "all_reduce",
 }
 
@@ -43,7 +45,8 @@ def judge_traffic(mesh: Mesh, needed: Sequence[Transfer], observed: World) -> It
 def _of_rank(mesh: Mesh, rank: int, due: Sequence[Transfer], sent: Sequence[Sent]) -> Iterator[Finding]:
     missing, surplus = list(due), []
     for one in sent:
-        match = next((d for d in missing if _is(d, one, mesh, rank) and d.dtype == one.collective.dtype), None)
+        fitting = [d for d in missing if _is(d, one, mesh, rank) and d.dtype == one.collective.dtype]
+        match = min(fitting, key=lambda d: d.elements, default=None)
         if match is None:
             surplus.append(one)
         else:
@@ -75,7 +78,7 @@ def _is(due: Transfer, one: Sent, mesh: Mesh, rank: int) -> bool:
         same
         and due.operation == _FORMS.get(what.operation, what.operation)
         and group == tuple(sorted(what.group))
-        and what.elements <= due.elements
+        and due.fits(what.elements)
     )
 
 

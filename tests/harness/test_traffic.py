@@ -20,7 +20,7 @@ from reference.traffic import Transfer
 
 TP = Mesh.of(tp=2)
 REDUCE = Transfer("forward", 0, "all_reduce", "tp", 12, "float32")
-GATHER = Transfer("backward", 0, "all_gather", "tp", 6, "float32")
+GATHER = Transfer("backward", 0, "all_gather", "tp", 6, "float32", least=4)
 
 
 def sent(due: Transfer, group: tuple[int, ...] = (0, 1), **changes: object) -> Sent:
@@ -79,6 +79,22 @@ def test_a_larger_payload_is_more() -> None:
     assert (
         missing == "no traffic where some is needed: forward of micro-batch 0: all_reduce over tp, float32, 12 elements"
     )
+
+
+@pytest.mark.parametrize("elements", [0, 1, 11])
+def test_a_smaller_payload_is_not_what_is_needed(elements: int) -> None:
+    smaller = [sent(REDUCE, elements=elements), sent(GATHER)]
+    assert len(judged(smaller, smaller)) == 2
+
+
+def test_the_smallest_that_fits_is_taken() -> None:
+    """A layer that gathers its bias before its output does what is needed."""
+    case = LinearCase(TP, "column", 3, 4, ((5,),), bias=True, skip_bias_add=True, gather_output=True)
+    due = [one for one in needed(case) if one.phase == "forward"]
+    assert [one.elements for one in due] == [10, 2]
+    for order in (due, due[::-1]):
+        ranks = [[sent(one) for one in order]] * 2
+        assert judged(*ranks, due=due) == []
 
 
 def test_another_dtype_is_said_as_that() -> None:
