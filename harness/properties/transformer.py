@@ -79,7 +79,7 @@ def runs(case: TransformerCase, description: Description) -> Sequence[Transforme
 def judge(case: TransformerCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
     """Every output and gradient against one process, then replicas against each other. With dropout there is nothing to
     compare with: its masks, replicas, and the second run."""
-    given, shape = tensors(case), _shapes(case)
+    shape = _shapes(case)
     main_grads = [f"{name}.grad" for name in shapes(case)] if case.main_grad else []
     forms = forms_of(list(shape), layouts(case), case.format, main_grads, worlds[0][0])
     if case.dropout:
@@ -91,6 +91,7 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
         return Verdict(tuple(findings))
 
     def why(name: str, values: Values, tolerance: Values | None) -> Diagnosis | None:
+        given = tensors(case)
         with one_thread():
             others = {**given, **expected(case, given)}
             explain = explanation(
