@@ -2,8 +2,9 @@
 
 Hypothesis has ``Phase.target`` for this, but leaves it out where a backend of one's own draws. Where the backend hands
 the last fifth of 100 examples over to it, its optimiser raises one choice of 40 after another, the last first, and does
-not get past the seeds of the data: in a simulation it raised no fault above the limit more often than independent draws.
-So a neighbour is made here: it keeps the choices of one of the worst cases but for one or a few, which are drawn afresh.
+not get past the seeds of the data: in a simulation it raised no fault above the limit more often than independent
+draws. So a neighbour is made here: it keeps the choices of one of the worst cases but for one or a few, which are drawn
+afresh.
 """
 
 from __future__ import annotations
