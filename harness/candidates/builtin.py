@@ -9,6 +9,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+import strategies.collectives
+import strategies.cross_entropy
+import strategies.embedding
+import strategies.linear
+import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
@@ -41,48 +46,16 @@ class Builtin(Candidate):
 
     name: ClassVar[str] = "shardproof's own"
     requires: ClassVar[tuple[str, ...]] = ("shardproof",)
-    supports = (
-        "gather_output",
-        "input_not_parallel",
-        "skip_bias_add",
-        "sequence_parallel",
-        "uneven",
-        "uneven_sequence",
-        "explicit_group",
-        "main_grad",
-        "column_weight_at_call",
-        "row_weight_at_call",
-        "collectives_any_dim",
-        "collectives_uneven",
-        "collectives_any_axis",
-        "embedding_sequence_parallel",
-        "embedding_padding_idx",
-        "embedding_uneven",
-        "embedding_refuses_ids",
-        "transformer_gqa",
-        "transformer_mqa_replicated",
-        "transformer_swiglu",
-        "transformer_rms_norm",
-        "transformer_qk_norm",
-        "transformer_rotary",
-        "transformer_padding_mask",
-        "transformer_selective_recompute",
-        "transformer_full_recompute",
-        "transformer_dropout",
-        "transformer_sequence_parallel",
-        "cross_entropy_padding",
-        "cross_entropy_uneven",
-        "cross_entropy_any_strides",
-        "cross_entropy_fp64",
-        "cross_entropy_explicit_group",
-        "cross_entropy_reduced",
-        "cross_entropy_ignore_index",
-        "cross_entropy_none_valid",
-        "cross_entropy_ignores_nonfinite",
-        "cross_entropy_torch_smoothing",
-        "cross_entropy_megatron_smoothing",
-        "cross_entropy_z_loss",
-        "cross_entropy_refuses_targets",
+    supports = tuple(
+        feature
+        for subject in (
+            strategies.linear,
+            strategies.collectives,
+            strategies.embedding,
+            strategies.cross_entropy,
+            strategies.transformer,
+        )
+        for feature in subject.FEATURES
     )
     initialization = "full"
 
