@@ -82,6 +82,18 @@ def smoothed_underflow():
     return megatron_loss([200.0, 0.0], 0, 0.1)[0]
 
 
+def copied_gradient(transposed):
+    """The input's gradient of the region whose backward sums over ranks, and the output's gradient afterwards. Every
+    rank gives ones, so the sum is the number of ranks."""
+    initialize_megatron()
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+    x = torch.zeros(2, 3, requires_grad=True)
+    gradient = torch.ones(3, 2).T if transposed else torch.ones(2, 3)
+    copy_to_tensor_model_parallel_region(x).backward(gradient)
+    return x.grad.unique().tolist(), gradient.unique().tolist()
+
+
 def megatron_column(out_features, **options):
     from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear

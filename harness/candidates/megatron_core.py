@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates.known_faults import WithKnownFaults
+from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
@@ -37,6 +38,7 @@ if importlib.util.find_spec("megatron") is not None:
             ColumnParallelLinear,
             RowParallelLinear,
             VocabParallelEmbedding,
+            mappings,
             vocab_parallel_cross_entropy,
         )
 
@@ -66,6 +68,7 @@ class MegatronCore(WithKnownFaults):
         "sequence_parallel",
         "explicit_group",
         "column_weight_at_call",
+        "collectives_any_axis",
         "embedding_sequence_parallel",
         "cross_entropy_megatron_smoothing",
     )
@@ -117,6 +120,21 @@ class MegatronCore(WithKnownFaults):
             # A column layer reduces the gradient of its input also where nobody wants it.
             return with_input_gradient(case, needed)
         return needed
+
+    def collective(self, case: CollectivesCase) -> Sharded:
+        if case.kind in ("copy", "reduce") and case.parallel_size > 1:
+            self.known_fault("a tensor that is reduced is changed in place, or not reduced where it is not contiguous")
+        group = self.group((case.axis,))
+        functions = {
+            "copy": mappings.copy_to_tensor_model_parallel_region,
+            "reduce": mappings.reduce_from_tensor_model_parallel_region,
+            "scatter": mappings.scatter_to_tensor_model_parallel_region,
+            "gather": mappings.gather_from_tensor_model_parallel_region,
+            "gather_sequence": mappings.gather_from_sequence_parallel_region,
+            "reduce_scatter": mappings.reduce_scatter_to_sequence_parallel_region,
+        }
+        function: Any = functions[case.kind]
+        return Sharded(lambda x: function(x, group=group))
 
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.bias and not case.skip_bias_add and case.bias_requires_grad and not case.weight_requires_grad:
