@@ -17,13 +17,15 @@ from harness.properties.base import Description, Property, World
 from harness.properties.dropout import MASKS, judge_alone, judge_masks, judge_recomputed, read_masks
 from harness.properties.modules import Values, explanation, forms_of, one_thread, wanted
 from harness.properties.tensors import Want, judge_tensors
+from harness.properties.traffic import judge_traffic
 from harness.properties.transformer_suspects import suspects
-from harness.session import Session
+from harness.session import Session, phase
 from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.layout import Each, Layout, Split, Whole
 from reference.mesh import Mesh
 from reference.transformer import TransformerCase, expected, shapes, tensors
+from reference.transformer_traffic import needed
 from strategies.transformer import recomputations
 
 _WITH_EVERYTHING = TransformerCase(Mesh.of(tp=1), 1, 1, 1, 1, bias=True, activation="swiglu", qk_norm=True)
@@ -42,8 +44,10 @@ def on_rank(context: RankContext, spec: Spec, case: TransformerCase) -> Observat
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("transformer_layer"):
         raise NotOffered(f"{spec.text} has no transformer_layer")
-    seen = drive(_exercise(case, context.rank), lambda: candidate.transformer_layer(case))
-    return replace(seen, facts={MASKS: read_masks(candidate, case)}) if case.dropout else seen
+    with phase("its declarations"):
+        due = tuple(candidate.traffic(case, needed(case)))
+    seen = drive(_exercise(case, context.rank), lambda: candidate.transformer_layer(case), context.traffic)
+    return replace(seen, due=due, facts={MASKS: read_masks(candidate, case)} if case.dropout else {})
 
 
 def _exercise(case: TransformerCase, rank: int) -> Exercise:
@@ -88,7 +92,7 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
             *judge_alone(shape, forms, case.mesh, worlds[0]),
             *(judge_recomputed(case, runs(case, description)[1], worlds) if len(worlds) > 1 else ()),
         ]
-        return Verdict(tuple(findings))
+        return Verdict((*findings, *judge_traffic(case.mesh, needed(case), worlds[0])))
 
     def why(name: str, values: Values, tolerance: Values | None) -> Diagnosis | None:
         given = tensors(case)
@@ -99,7 +103,9 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
             )
             return explain(name, values, tolerance)
 
-    return judge_tensors(want, forms, case.mesh, worlds[0], why)
+    verdict = judge_tensors(want, forms, case.mesh, worlds[0], why)
+    traffic = judge_traffic(case.mesh, needed(case), worlds[0])
+    return replace(verdict, findings=(*verdict.findings, *traffic))
 
 
 def _shapes(case: TransformerCase) -> dict[str, tuple[int, ...] | None]:

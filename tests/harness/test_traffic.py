@@ -17,6 +17,8 @@ from reference.linear import LinearCase
 from reference.linear_traffic import needed, with_input_gradient, with_output_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
+from reference.transformer import TransformerCase
+from reference.transformer_traffic import needed as needed_by_transformer
 
 TP = Mesh.of(tp=2)
 REDUCE = Transfer("forward", 0, "all_reduce", "tp", 12, "float32")
@@ -168,3 +170,50 @@ def test_right_values_with_more_traffic_are_a_fault_on_ranks() -> None:
     )
     with Bench(candidate("chatty.py:Declared")) as bench:
         assert bench.once(property_of("linear"), ROW).verdict.holds
+
+
+LAYER = TransformerCase(Mesh.of(tp=2), 8, 2, 2, 4, leading=((4, 3),))
+
+
+def counts(case: TransformerCase) -> dict[str, list[tuple[str, int, bool]]]:
+    """By phase: the collectives with their elements, and whether they are optional."""
+    found: dict[str, list[tuple[str, int, bool]]] = {}
+    for one in needed_by_transformer(case):
+        if one.phase != "finish":
+            found.setdefault(one.phase, []).append((one.operation, one.elements, one.optional))
+    return found
+
+
+def test_a_transformer_layer_needs_two_all_reduces_each_way() -> None:
+    reduce = ("all_reduce", 4 * 3 * 8, False)
+    assert counts(LAYER) == {"forward": [reduce] * 2, "backward": [reduce] * 2}
+    assert counts(dataclasses.replace(LAYER, backward="never")) == {"forward": [reduce] * 2}
+    assert needed_by_transformer(dataclasses.replace(LAYER, mesh=Mesh.of(tp=1, dp=2))) == ()
+
+
+def test_under_sequence_parallelism_it_needs_gathers_and_reduce_scatters() -> None:
+    gather, scatter, again = ("all_gather", 48, False), ("reduce_scatter", 96, False), ("all_gather", 48, True)
+    sequence = dataclasses.replace(LAYER, sequence_parallel=True)
+    assert counts(sequence) == {
+        "forward": [gather, scatter] * 2,
+        "backward": [*[gather, scatter] * 2, again, again],
+    }
+
+
+def test_full_recomputation_may_repeat_the_forward() -> None:
+    extra = ("all_reduce", 96, True)
+    assert counts(dataclasses.replace(LAYER, recompute="full"))["backward"][2:] == [extra] * 2
+    assert counts(dataclasses.replace(LAYER, recompute="selective")) == counts(LAYER)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}, {"recompute": "full"}, {"kv_heads": 1}])
+def test_the_shipped_layer_does_just_that(changes: dict[str, object]) -> None:
+    case = dataclasses.replace(LAYER, **changes)
+    with Bench("builtin") as bench:
+        assert bench.once(property_of("transformer"), case).verdict.holds
+    with Bench(candidate("chatty.py:Layer")) as bench:
+        verdict = bench.once(property_of("transformer"), case).verdict
+    assert verdict.kind == "traffic"
+    assert verdict.findings[0].message.startswith(
+        "more traffic than needed in the forward of micro-batch 0: all_reduce"
+    )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness.candidate import Sharded
 from harness.candidates.builtin import Builtin
 from reference.linear import LinearCase
+from reference.transformer import TransformerCase
 
 
 class Twice(Builtin):
@@ -38,3 +39,18 @@ class Declared(Twice):
             if case.parallel_size > 1
         ]
         return [*needed, *extra]
+
+
+class Layer(Builtin):
+    """A transformer layer that reduces something more."""
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        made, group = super().transformer_layer(case), self.groups.group(case.axis)
+        inner = made.forward
+
+        def forward(x: torch.Tensor) -> object:
+            dist.all_reduce(torch.zeros(3, dtype=x.dtype), group=group)
+            return inner(x)
+
+        made.forward = forward
+        return made
