@@ -88,7 +88,10 @@ class _Drive:
         for name, parameter in held.items():
             self._read_gradient(name, parameter)
         self.purity.release()
-        return Observation(self.tensors, self.layouts, tuple(self.purity.report()), tuple(self.sent))
+        said, names = self.sharded, self.exercise.names
+        departs = bool(said.inputs or said.outputs or any(name in names.inputs for name in said.grads))
+        effects = tuple(self.purity.report())
+        return Observation(self.tensors, self.layouts, effects, tuple(self.sent), departs=departs)
 
     @contextmanager
     def _sending(self, what: Phase, m: int) -> Iterator[None]:

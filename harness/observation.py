@@ -42,6 +42,7 @@ class Observation:
     layouts: how the rank's candidate says that each is cut, where it departs from the subject's own.
     side_effects: what the candidate changed that it must not, one sentence each.
     sent: the collectives, in their order. due: those that the candidate says it does, where not what the subject needs.
+    departs: whether the candidate holds inputs or outputs otherwise than the subject does, so that others may be due.
     facts: anything else a subject looks at, plain data.
     """
 
@@ -50,4 +51,5 @@ class Observation:
     side_effects: tuple[str, ...] = ()
     sent: tuple[Sent, ...] = ()
     due: tuple[Transfer, ...] | None = None
+    departs: bool = False
     facts: Mapping[Any, Any] = field(default_factory=dict)

@@ -81,7 +81,7 @@ def test_a_case_that_holds_and_one_that_does_not() -> None:
 def test_a_candidate_without_the_subject_is_refused() -> None:
     with pytest.raises(ValueError, match=r"right\.py:Right does not offer the subject 'mesh': leave it out"):
         cases("mesh", candidate("right.py:Right"))
-    with pytest.raises(ValueError, match="unknown subject 'lineal': expected one of mesh, linear"):
+    with pytest.raises(ValueError, match="unknown subject 'lineal': expected one of mesh, collectives"):
         cases("lineal", candidate("right.py:Right"))
 
 

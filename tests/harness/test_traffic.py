@@ -138,6 +138,15 @@ def test_a_candidate_may_declare_what_it_does_instead() -> None:
     assert list(judge_traffic(TP, (REDUCE, GATHER), undeclared)) != []
 
 
+def test_tensors_that_are_held_otherwise_need_other_traffic() -> None:
+    """A layer that takes partial sums, or gathers its output: only what the candidate declares can be compared."""
+    extra = (*RIGHT, sent(dataclasses.replace(REDUCE, micro_batch=1)))
+    departing = [Observation(sent=extra, due=(REDUCE, GATHER), departs=True)] * 2
+    assert list(judge_traffic(TP, (REDUCE, GATHER), departing)) == []
+    declared = [dataclasses.replace(one, due=(REDUCE,)) for one in departing]
+    assert list(judge_traffic(TP, (REDUCE, GATHER), declared)) != []
+
+
 def test_layers_that_do_not_look_who_trains_declare_what_they_reduce() -> None:
     column = LinearCase(TP, "column", 3, 4, ((5,),), input_requires_grad=False)
     assert needed(column) == ()

@@ -175,7 +175,7 @@ def test_a_seed_is_drawn_and_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"subjects": ["lineal"]}, "unknown subject 'lineal': expected one of mesh, linear"),
+        ({"subjects": ["lineal"]}, "unknown subject 'lineal': expected one of mesh, collectives"),
         ({"dtypes": ["fp8"]}, "unknown dtype 'fp8': expected one of fp32, fp64, bf16, fp16"),
         ({"examples": 0}, "examples is 0: expected at least 1"),
         ({"seed": -1}, "seed is -1: expected at least 0"),
