@@ -155,7 +155,7 @@ def test_other_cases_go_to_other_files(tmp_path: Path) -> None:
         (changed(candidate=["builtin"]), "the key 'candidate' holds ['builtin']; expected a name"),
         (changed(subject=None), "the key 'subject' holds None; expected a name"),
         (changed(subject=7), "the key 'subject' holds 7; expected a name"),
-        (changed(subject="lineal"), "unknown subject 'lineal'; expected one of mesh, linear"),
+        (changed(subject="lineal"), "unknown subject 'lineal'; expected one of mesh, collectives"),
         (changed(subject="linear"), "LinearCase: missing field 'in_features'"),
         (changed(case=None), "MeshCase: expected dict, found None"),
         (changed(case="tp=2"), "MeshCase: expected dict, found 'tp=2'"),

@@ -148,7 +148,7 @@ def test_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
         ([f"{CANDIDATES}/declaring.py:UnknownFeature"], "declares what cannot be used: supports names 'teleportation'"),
         (["builtin+F99"], "F99"),
         ([], "Missing argument 'CANDIDATE...'"),
-        (["builtin", "--subject", "lineal"], "unknown subject 'lineal': expected one of mesh, linear"),
+        (["builtin", "--subject", "lineal"], "unknown subject 'lineal': expected one of mesh, collectives"),
         (["builtin", "--dtype", "fp8"], "unknown dtype 'fp8': expected one of fp32, fp64, bf16, fp16"),
         (["builtin", "--examples", "0"], "examples is 0: expected at least 1"),
         (["builtin", "--examples", "many"], "'many' is not a valid integer"),

@@ -57,7 +57,6 @@ def test_bars_are_drawn_to_scale(timeline: Any) -> None:
 
 
 def test_a_run_tells_and_draws_them(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
     command = [sys.executable, str(SCRIPT), "--cases", "3", "--world", "2", "--show", "2", "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
