@@ -49,7 +49,8 @@ class Row:
     """One subject of one candidate. ``examples`` were run and judged, on ``meshes`` distinct meshes; ``rejected`` were
     refused by the candidate; ``stopped`` says why fewer ran than were asked for. The first fault was found after
     ``found_after`` examples; the rest of them shrank it. ``refusals``: the candidate's reasons, and how often each was
-    given. Seconds of wall time."""
+    given. In ``left_open`` of the examples the order of a sum near the format's largest number decides what some values
+    are, and they were not judged. Seconds of wall time."""
 
     candidate: str
     subject: str
@@ -62,6 +63,7 @@ class Row:
     stopped: str | None = None
     found_after: int | None = None
     refusals: tuple[tuple[str, int], ...] = ()
+    left_open: int = 0
 
     def __post_init__(self) -> None:
         _set(self, "stopped", None if self.stopped is None else printable(self.stopped))

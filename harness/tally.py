@@ -19,12 +19,14 @@ _MOST_FLAKY = 5
 @dataclass
 class Tally:
     """examples: the cases that ran. known: the verdicts of those that failed, by the case's JSON. confirmed: the first
-    failure, seen again in fresh processes; failed_at: when, by time.monotonic()."""
+    failure, seen again in fresh processes; failed_at: when, by time.monotonic(). left_open: the cases in which some
+    values could not be judged."""
 
     examples: int = 0
     rejected: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     meshes: set[Any] = field(default_factory=set)
+    left_open: int = 0
     known: dict[str, Trial] = field(default_factory=dict)
     flaky: list[tuple[Any, Trial]] = field(default_factory=list)
     confirmed: Fault | None = None
@@ -39,6 +41,7 @@ class Tally:
             return
         self.examples += 1
         self.meshes.add(case.mesh)
+        self.left_open += verdict.facts.get("ambiguous", 0) > 0
         if verdict.findings:
             self.known[key] = trial
             if verdict.kind == "flaky":
@@ -82,4 +85,5 @@ class Tally:
             failures=failures,
             stopped=stopped,
             found_after=self.found_after,
+            left_open=self.left_open,
         )

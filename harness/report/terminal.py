@@ -121,7 +121,8 @@ def _note(row: Row) -> str:
     if row.found_after is not None:
         return f"found after {row.found_after} example{'s' if row.found_after > 1 else ''}"
     refused = [f"refused {times}: {why}" for why, times in row.refusals] if row.examples else []
-    return "\n".join(([row.stopped] if row.stopped else []) + refused)
+    near = f"in {row.left_open} some values near overflow were left open"
+    return "\n".join([*([row.stopped] if row.stopped else []), *refused, *([near] if row.left_open else [])])
 
 
 def print_failures(console: Console, rows: Sequence[Row]) -> None:

@@ -18,6 +18,7 @@ from harness.find import Spec
 from harness.oracle.diagnose import POSSIBLE
 from harness.properties import PROPERTIES
 from harness.properties.base import Description
+from harness.report.terminal import _note
 from harness.verdict import Finding, Verdict
 from reference.linear import LinearCase
 from reference.mesh import Mesh
@@ -45,6 +46,17 @@ def drawn(seed: int) -> list[LinearCase]:
     assert row.result == "held"
     assert row.examples == len(cases) == 10
     return cases
+
+
+@pytest.mark.parametrize("left_open", [0, 3])
+def test_cases_that_leave_values_open_are_counted(left_open: int) -> None:
+    facts = {"worst": 1.0, "slope": 1.0, "ambiguous": left_open}
+    open_ = replace(LINEAR, judge=lambda *args: Verdict(facts=facts))
+    with bench("right.py:Right") as made:
+        row = searched(made, open_)
+    assert row.left_open == (10 if left_open else 0)
+    said = "in 10 some values near overflow were left open"
+    assert (said in _note(row)) == bool(left_open)
 
 
 def test_the_seed_decides_the_cases_and_their_order() -> None:
