@@ -91,7 +91,8 @@ class _Drive:
         said, names = self.sharded, self.exercise.names
         departs = bool(said.inputs or said.outputs or any(name in names.inputs for name in said.grads))
         effects = tuple(self.purity.report())
-        return Observation(self.tensors, self.layouts, effects, tuple(self.sent), departs=departs)
+        sent = None if self.traffic is None else tuple(self.sent)
+        return Observation(self.tensors, self.layouts, effects, sent, departs=departs)
 
     @contextmanager
     def _sending(self, what: Phase, m: int) -> Iterator[None]:

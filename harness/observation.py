@@ -41,7 +41,8 @@ class Observation:
     tensors: outputs and gradients by name, None where there is none.
     layouts: how the rank's candidate says that each is cut, where it departs from the subject's own.
     side_effects: what the candidate changed that it must not, one sentence each.
-    sent: the collectives, in their order. due: those that the candidate says it does, where not what the subject needs.
+    sent: the collectives, in their order; None where they were not recorded.
+    due: those that the candidate says it does, where not what the subject needs.
     departs: whether the candidate holds inputs or outputs otherwise than the subject does, so that others may be due.
     facts: anything else a subject looks at, plain data.
     """
@@ -49,7 +50,7 @@ class Observation:
     tensors: Mapping[str, LocalTensor | None] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     side_effects: tuple[str, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[Sent, ...] | None = None
     due: tuple[Transfer, ...] | None = None
     departs: bool = False
     facts: Mapping[Any, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 3 tests/library_findings.py row_bias
 
 from __future__ import annotations
 
+import ast
 import sys
 
 import torch
@@ -128,6 +129,6 @@ def gathered_bias(out_features):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    found = globals()[sys.argv[1]](*map(int, sys.argv[2:]))
+    found = globals()[sys.argv[1]](*map(ast.literal_eval, sys.argv[2:]))
     print(f"rank {dist.get_rank()}: {found}")
     dist.destroy_process_group()

@@ -29,7 +29,10 @@ _FORMS = {
 
 def judge_traffic(mesh: Mesh, needed: Sequence[Transfer], observed: World) -> Iterator[Finding]:
     """One finding for each way in which the traffic is not what it should be; needed: unless a candidate declares what
-    it does instead, or holds inputs or outputs in another way; then only the order is compared."""
+    it does instead, or holds inputs or outputs in another way; then only the order is compared.
+    Nothing is said where traffic was not recorded."""
+    if any(seen.sent is None for seen in observed):
+        return
     order = _orders_differ(mesh, observed)
     if order is not None:
         yield order
@@ -38,7 +41,7 @@ def judge_traffic(mesh: Mesh, needed: Sequence[Transfer], observed: World) -> It
         if seen.departs and tuple(due) == tuple(needed):
             continue  # what is needed then, the candidate alone can say, and has not
         # In a group of one rank nothing moves.
-        findings = list(_of_rank(mesh, rank, due, [one for one in seen.sent if len(one.collective.group) > 1]))
+        findings = list(_of_rank(mesh, rank, due, [one for one in seen.sent or () if len(one.collective.group) > 1]))
         if findings:
             yield from findings
             return  # the other ranks do the same
@@ -88,8 +91,8 @@ def _orders_differ(mesh: Mesh, observed: World) -> Finding | None:
     """Two ranks that meet in the collectives of their groups in another order: where these do not block at once, they
     cross-talk or hang."""
     for a, b in itertools.combinations(range(len(observed)), 2):
-        ours = [one for one in observed[a].sent if b in one.collective.group]
-        theirs = [one for one in observed[b].sent if a in one.collective.group]
+        ours = [one for one in observed[a].sent or () if b in one.collective.group]
+        theirs = [one for one in observed[b].sent or () if a in one.collective.group]
         for x, y in itertools.zip_longest(ours, theirs):
             if x is None or y is None or _key(x) != _key(y):
                 texts = ["nothing" if one is None else f"{_what(one.collective)} in the {_when(one)}" for one in (x, y)]

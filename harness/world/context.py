@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ class _Here:
 
     rank: int | None = None
     pid: int | None = None
+    importing: bool = False
 
 
 def enter_rank(rank: int) -> None:
@@ -44,3 +47,18 @@ def this_rank() -> int | None:
 def is_rank() -> bool:
     """Whether this process is a rank itself, and no child that a job forked: that has no word in what ranks say."""
     return _Here.pid == os.getpid()
+
+
+@contextmanager
+def importing_for_ranks() -> Iterator[None]:
+    """This process imports a user's modules so that ranks have them."""
+    _Here.importing = True
+    try:
+        yield
+    finally:
+        _Here.importing = False
+
+
+def imports_for_ranks() -> bool:
+    """Whether a user's module is being imported for ranks: what it starts at import would import it again."""
+    return _Here.importing

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.world import functions, wire
-from harness.world.context import this_rank
+from harness.world.context import imports_for_ranks, this_rank
 from harness.world.crew import Crew
 from harness.world.forkserver import FORKSERVER, search_path
 from harness.world.outcome import Outcome
@@ -77,7 +77,12 @@ class Pool:
         self, world_size: int, *, deadline: float = 30.0, quiet: float = 2.0, preload: Sequence[str] = ()
     ) -> None:
         if this_rank() is not None:
-            raise RuntimeError(f"rank {this_rank()} asked for a Pool: what runs on a rank cannot start ranks itself")
+            raise RuntimeError(
+                f"rank {this_rank()} asked for a Pool: what runs on a rank cannot start ranks itself. Ranks import the "
+                "candidate's module: a test that draws cases belongs into another one"
+            )
+        if imports_for_ranks():
+            raise RuntimeError("a module that is imported for ranks asked for a Pool: it cannot start ranks itself")
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}: expected at least 1")
         for name, seconds in (("deadline", deadline), ("quiet", quiet)):

@@ -10,6 +10,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
+from harness.world.context import importing_for_ranks
+
 # Every rank needs these, and importing them there would cost each rank a second or more.
 OURS = ("numpy", "torch", "torch.distributed", "harness.world.worker")
 
@@ -25,7 +27,7 @@ def import_theirs(modules: Sequence[str]) -> None:
     """Imports the user's modules. One that fails is left to the ranks, which report how it fails."""
     for module in modules:
         if module not in sys.modules:
-            with contextlib.suppress(BaseException), _silence():
+            with contextlib.suppress(BaseException), _silence(), importing_for_ranks():
                 importlib.import_module(module)
     _share()
 

@@ -89,3 +89,22 @@ def test_an_unusable_candidate_tells_why_with_its_traceback() -> None:
     with pytest.raises(CandidateUnusable, match="No module named 'no_such_library'\nTraceback") as caught:
         cases("linear", candidate("raising_on_import.py:Mine"))
     assert 'raising_on_import.py", line 3' in str(caught.value)
+
+
+def test_a_candidate_beside_the_test_that_draws_its_cases_is_refused(tmp_path: Path) -> None:
+    """Ranks import the candidate's module, and with it the test, which would start ranks that import it, without end."""
+    file = tmp_path / "test_one.py"
+    file.write_text(
+        "from hypothesis import given\n"
+        "from harness import cases, check\n"
+        "from harness.candidates.builtin import Builtin\n"
+        "class Mine(Builtin):\n"
+        "    pass\n"
+        "@given(case=cases('linear', Mine))\n"
+        "def test_mine(case):\n"
+        "    check('linear', Mine, case)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert ran.returncode != 0
+    assert "a test that draws cases belongs into another one" in ran.stdout
