@@ -92,7 +92,7 @@ def test_an_unusable_candidate_tells_why_with_its_traceback() -> None:
 
 
 def test_a_candidate_beside_the_test_that_draws_its_cases_is_refused(tmp_path: Path) -> None:
-    """Ranks import the candidate's module, and with it the test, which would start ranks that import it, without end."""
+    """Ranks import the candidate's module, and with it the test, which would start ranks that import it again."""
     file = tmp_path / "test_one.py"
     file.write_text(
         "from hypothesis import given\n"
