@@ -104,6 +104,8 @@ def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Forma
     if fmt.precision >= _OWN.precision and deviation.any():
         # The reference rounds as much as what it judges, and a disturbance of less than its last bit is lost.
         own = 2 * _OWN.unit_roundoff * found.want.abs()
+        small = (found.want != 0) & (found.want.abs() < _OWN.smallest_normal)
+        own = torch.where(small, _OWN.smallest, own)
         deviation = torch.where(own.isfinite(), torch.maximum(deviation, own), deviation)
     arrays = (found.want, deviation, found.residuals, free)
     want, tolerances, residuals, ambiguous = (tensor.numpy() for tensor in arrays)

@@ -94,3 +94,13 @@ def test_attention_is_taken_apart_in_every_pass(passes: list[Overflow]) -> None:
     made = expect(attention, FORMATS["fp16"])
     assert passes, "which the scores are made large for"
     assert all(one is not None for one in made.values())
+
+
+def test_fp64_errs_by_its_smallest_number_below_its_normal_range() -> None:
+    """Disturbances are lost there, and another order of two roundings may end one number further."""
+    x = torch.tensor([3e-300, 0.0, 1.0], dtype=torch.float64)
+    one = expect(lambda: {"y": (x * 1.1) * 1e-17}, FORMATS["fp64"])["y"]
+    assert one is not None
+    assert one.tolerance[0] >= FORMATS["fp64"].smallest
+    assert one.tolerance[1] == 0
+    assert one.tolerance[2] < 1e-32
