@@ -168,7 +168,7 @@ class Bench:
 def _close(verdict: Verdict) -> bool:
     """Whether what is wrong may be the scatter of a tolerance: it is estimated from a few disturbed runs."""
     statistics = [float(verdict.facts.get(name, 0.0)) for name in ("worst", "slope")]
-    return bool(verdict.findings) and 0 < max(statistics) < _CLOSE
+    return any(found.kind == "mismatch" for found in verdict.findings) and 0 < max(statistics) < _CLOSE
 
 
 def _failed(outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:

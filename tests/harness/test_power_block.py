@@ -91,6 +91,7 @@ def swapped(value: torch.Tensor, want: Expected) -> torch.Tensor:
 
 
 def test_the_candidate_computes_what_the_reference_does() -> None:
+    """That both are one formula, far above what float64 rounds; how far it may is what the other tests judge."""
     for tp in DEGREES:
         want, got = block.reference(block.given("fp64", 0)), right("fp64", 0, tp)
         for name, value in got.items():
