@@ -30,9 +30,13 @@ def _shifted(r: Rounder, x: Tensor, dim: int) -> Tensor:
 
 
 def softmax(r: Rounder, x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    """Also as flash attention does it in backward (arXiv 2307.08691, section 3.1): exp(x - log of the sum of exp(x)),
+    where the rounding of the logarithm moves a whole row."""
     dim = _last(r, x, dim)
     e = r(torch.exp(_shifted(r, x, dim)), LIBRARY)
-    return r(e / r.sum(e, [dim], True))
+    total = r.sum(e, [dim], True)
+    y = r(e / total)
+    return r.together(y, x.amax(dim, keepdim=True) + total.log()) if x.numel() else y
 
 
 def safe_softmax(r: Rounder, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -42,8 +46,10 @@ def safe_softmax(r: Rounder, x: Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def softmax_backward(r: Rounder, grad: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    gy = r(grad * y)
-    return r(gy - r(y * r.sum(gy, [_last(r, y, dim)], True)), underflows=False)
+    """The sum of grad * y has errors of its own: flash attention computes it from the attention's output and its
+    gradient (arXiv 2307.08691, section 3.1), so that nothing of the gradient's errors cancels."""
+    total = r.sum(r(r.another(grad) * y), [_last(r, y, dim)], True)
+    return r(r(grad * y) - r(y * total), underflows=False)
 
 
 def log_softmax(r: Rounder, x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:

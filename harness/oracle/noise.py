@@ -96,15 +96,34 @@ def accumulated(
     return scale.add_(total.abs(), alpha=math.sqrt((terms - 1) / 3))
 
 
+class Earlier:
+    """Hands each run of a computation the values of the run before, by their number; `begin` starts a run."""
+
+    def __init__(self) -> None:
+        self._before: list[torch.Tensor] = []
+        self._now: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        self._before, self._now = self._now, []
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of the run before; x itself in the first run, and where the run before went another way."""
+        number = len(self._now)
+        self._now.append(x)
+        before = self._before[number] if number < len(self._before) else x
+        return before if before.shape == x.shape else x
+
+
 class Rounder:
     """Disturbs results inside a fused operation: ``r(a * b)`` is the product, rounded.
 
     ``lead`` is 1 where tensors have copies stacked before the dimensions of the operation, and 0 where not. The size of
-    a disturbance is taken from the first copy: the others differ in second order.
+    a disturbance is taken from the first copy: the others differ in second order. earlier: the same values in another
+    run, where there is but one copy.
     """
 
-    def __init__(self, noise: Noise, fmt: Format, lead: int) -> None:
-        self.noise, self.format, self.lead = noise, fmt, lead
+    def __init__(self, noise: Noise, fmt: Format, lead: int, earlier: Earlier | None = None) -> None:
+        self.noise, self.format, self.lead, self._earlier = noise, fmt, lead, earlier
 
     def __call__(self, x: torch.Tensor, roundings: float = 1.0, underflows: bool = True) -> torch.Tensor:
         """x, a new tensor, disturbed in place."""
@@ -122,6 +141,17 @@ class Rounder:
         """The product with a number, which is rounded too, once for all elements."""
         own, common = scaled(number)
         return self._scale(self(x * number, own), common)
+
+    def together(self, x: torch.Tensor, roundings: torch.Tensor) -> torch.Tensor:
+        """x, disturbed in place by up to ``roundings``, broadcast, of the roundoff of a number in fp32 or better."""
+        size = self._one(roundings).abs().mul_(common_roundoff(self.format)).nan_to_num_(0.0, 0.0, 0.0)
+        return x.mul_(self.noise.draw(roundings.shape).mul(size).add_(1.0))
+
+    def another(self, x: torch.Tensor) -> torch.Tensor:
+        """x with the errors of another run; without another one, x."""
+        if self.lead:
+            return x.roll(1, 0)
+        return x if self._earlier is None else self._earlier.exchange(x)
 
     def rank(self, x: torch.Tensor) -> int:
         """The dimensions of the operation's argument."""

@@ -19,7 +19,7 @@ from harness.oracle.dataflow import Dataflow, NumbersLeave, tensors_in
 from harness.oracle.deviation import Spread as Spread
 from harness.oracle.deviation import measure
 from harness.oracle.disturbing import Disturbing, Operation
-from harness.oracle.noise import Rounder
+from harness.oracle.noise import Earlier, Rounder
 from harness.oracle.shadows import NeedsSeparateRuns, NumbersStayInside, Shadows
 from harness.oracle.soundness import Results, Tensors, kept, require_form, require_used, require_values
 from reference.dtypes import Format
@@ -28,11 +28,15 @@ Compute = Callable[[], Results]
 
 
 class Rounding(Disturbing):  # type: ignore[no-untyped-call]
-    """Disturbs the results themselves: one disturbed run of a computation."""
+    """Disturbs the results themselves: one disturbed run of a computation. earlier: shared with the other runs."""
+
+    def __init__(self, fmt: Format, seed: int, flow: Dataflow | None = None, earlier: Earlier | None = None) -> None:
+        super().__init__(fmt, seed, flow)
+        self._earlier = earlier
 
     def disturbed(self, operation: Operation) -> Any:
         if operation.rule.fused is not None:
-            rounder = Rounder(self.noise, operation.format, lead=0)
+            rounder = Rounder(self.noise, operation.format, 0, self._earlier)
             return operation.rule.fused(rounder, *operation.args, **operation.kwargs)
         if operation.exact:
             return operation.run()
@@ -108,11 +112,12 @@ def _separately(
     compute: Compute, want: Tensors, fmt: Format, runs: int, seed: int, given: Mapping[str, torch.Tensor]
 ) -> Disturbed:
     made: dict[str, list[torch.Tensor]] = {name: [] for name, value in want.items() if value is not None}
-    flow = Dataflow(given)
+    flow, earlier = Dataflow(given), Earlier()
     _require_same(compute, want, None, seed)
     for k in range(runs):
         seen = flow if given and not k else None
-        with repeatable(seed), NumbersLeave(flow.left), Rounding(fmt, seed * runs + k, seen):
+        earlier.begin()
+        with repeatable(seed), NumbersLeave(flow.left), Rounding(fmt, seed * runs + k, seen, earlier):
             got = compute()
         if seen is not None:
             require_used(flow.unused(got.values()), got)
