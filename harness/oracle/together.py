@@ -14,7 +14,8 @@ import torch
 
 from harness.oracle.disturbing import Operation
 
-Lift = Callable[[Any, int], Any]
+#: Called with an argument, a rank, and whether an exact one is to be expanded to K copies.
+Lift = Callable[..., Any]
 Together = Callable[[Operation, Lift, torch.Tensor], torch.Tensor | None]
 
 
@@ -50,6 +51,15 @@ def _reduced(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Ten
     return made
 
 
+def _joined(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tensor | None:
+    tensors, *rest = operation.args
+    if operation.kwargs or any(t.dim() != tensors[0].dim() for t in tensors):
+        return None
+    dim = rest[0] if rest else 0
+    made: torch.Tensor = operation.func([lift(t, t.dim(), True) for t in tensors], dim if dim < 0 else dim - plain.dim())
+    return made
+
+
 def together(operation: Operation) -> Together | None:
     """How to run the operation on all copies at once, or None where it is not known."""
     known = _TOGETHER.get(operation.rule.name)
@@ -65,5 +75,7 @@ _TOGETHER: Mapping[str, Together] = {
     "aten::baddbmm": _addmm,
     "aten::_to_copy": _pointwise,
     "aten::copy_": _pointwise,
+    "aten::cat": _joined,
+    "aten::stack": _joined,
     **{f"aten::{name}": _reduced for name in ("sum", "mean", "amax", "amin")},
 }
