@@ -17,6 +17,7 @@ from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
 from harness.world import Outcome, Pool, Pools, warm_up
+from harness.world.delays import Which, chosen
 from reference.codec import encode
 from reference.layout import layout_text
 
@@ -42,10 +43,11 @@ class CandidateUnusable(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """A verdict, and the cases that had run in the same processes before."""
+    """A verdict, the cases that had run in the same processes before, and the seed of the delays."""
 
     verdict: Verdict
     history: tuple[str, ...] = ()
+    delays: int = 0
 
 
 class Bench:
@@ -79,26 +81,28 @@ class Bench:
     def close(self) -> None:
         self._pools.close()
 
-    def check(self, subject: Property, case: Any) -> Trial:
+    def check(self, subject: Property, case: Any, delays: int = 0) -> Trial:
         """Runs the case; a failure in used processes is repeated in fresh ones.
+
+        delays: the seed of `harness.world.delays.Delays`.
 
         A hang is repeated in any case: on a loaded machine a lost packet looks like one for some seconds, until TCP
         sends it again after 1, 3 and 7 s. If the case then holds, its finding is kept as ``flaky`` together with the
         cases that ran before it.
         """
-        first = self.once(subject, case)
+        first = self.once(subject, case, delays)
         if not first.verdict.findings or (not first.history and first.verdict.kind != "hang"):
             return first
-        second = self.afresh(subject, case)
+        second = self.afresh(subject, case, delays)
         if second.verdict.findings:
             return second
-        return Trial(Verdict(tuple(_flaky(first))), first.history)
+        return Trial(Verdict(tuple(_flaky(first))), first.history, delays)
 
-    def afresh(self, subject: Property, case: Any) -> Trial:
+    def afresh(self, subject: Property, case: Any, delays: int = 0) -> Trial:
         """Runs the case in processes in which nothing ran before."""
         for run in subject.runs(case, self.description):
             self._restart(subject.world(run))
-        return self.once(subject, case)
+        return self.once(subject, case, delays)
 
     def _pool_for(self, world: int, mesh: Any) -> Pool:
         """The pool of this world, with fresh ranks where they have as many meshes open as the candidate bears.
@@ -129,8 +133,11 @@ class Bench:
         assert isinstance(description, Description)
         return description
 
-    def once(self, subject: Property, case: Any) -> Trial:
+    def once(self, subject: Property, case: Any, delays: int = 0) -> Trial:
         """Runs the case in the processes there are, and believes what comes out."""
+        return replace(self._once(subject, case, delays), delays=delays)
+
+    def _once(self, subject: Property, case: Any, delays: int) -> Trial:
         warm_up(subject.preload)  # for ranks that start from now on
         runs = tuple(subject.runs(case, self.description))
         worlds: list[World] = []
@@ -138,7 +145,7 @@ class Bench:
         history: tuple[str, ...] = ()
         for number, run in enumerate(runs):
             pool = self._pool_for(subject.world(run), getattr(run, "mesh", None))
-            pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)))
+            pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)), delays=delays)
             if number == 0:
                 # The parent works while the ranks do.
                 try:
@@ -163,6 +170,16 @@ class Bench:
         except Exception as error:
             return Trial(Verdict((_own_fault("judging raised", error),)), history)
         return Trial(replace(verdict, findings=verdict.findings + _side_effects(case, worlds)), history)
+
+
+def checked(bench: Bench, subject: Property, case: Any, which: Which) -> Trial:
+    """What came of the case, with delays if it gets some; without them, where it fails without them too."""
+    delays = chosen(which, json.dumps(encode(case)))
+    trial = bench.check(subject, case, delays)
+    if not delays or trial.verdict.kind in (None, "flaky"):
+        return trial
+    plain = bench.check(subject, case)
+    return plain if plain.verdict.kind == trial.verdict.kind else trial
 
 
 def _close(verdict: Verdict) -> bool:

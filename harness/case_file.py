@@ -35,11 +35,13 @@ class MalformedReproducer(WrongUse):
 
 @dataclass(frozen=True)
 class Reproducer:
-    """A case of a subject for a candidate, named as on the command line."""
+    """A case of a subject for a candidate, named as on the command line. delays: the seed of the small sleeps before
+    collectives, 0 for none."""
 
     candidate: str
     subject: str
     case: Any
+    delays: int = 0
 
     def line(self) -> str:
         """One line of JSON, without a single quote, so that it fits between single quotes in a shell."""
@@ -52,6 +54,8 @@ class Reproducer:
             "subject": self.subject,
             "case": encode(self.case),
         }
+        if self.delays:
+            data["delays"] = self.delays
         return json.dumps(data | more).replace("'", "\\u0027")
 
     def save(self, folder: Path, history: Sequence[str] = ()) -> Path:
@@ -106,8 +110,11 @@ def read(text: str) -> Reproducer:
         case: Any = decode(property_of(data["subject"]).case_type, data.get("case"))
     except (MalformedCase, RecursionError) as error:
         raise MalformedReproducer(str(error)) from error
+    delays = data.get("delays", 0)
+    if isinstance(delays, bool) or not isinstance(delays, int) or delays < 0:
+        raise MalformedReproducer(f"the key 'delays' holds {reprlib.repr(delays)}; expected a seed, 0 for no delays")
     candidate = _found_from(data.get("folder"), data["candidate"]) if from_file else data["candidate"]
-    return Reproducer(candidate, data["subject"], case)
+    return Reproducer(candidate, data["subject"], case, delays)
 
 
 def _parsed(text: str, source: str | None) -> Any:

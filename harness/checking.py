@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
-from harness.bench import Bench, Trial
+from harness.bench import Bench, Trial, checked
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
 from harness.draws import register
@@ -45,8 +45,8 @@ class _Benches:
         if key in self._known:
             return self._known[key]
         bench, of = self.of(spec), property_of(subject)
-        confirmed = any(known[:2] == key[:2] for known in self._known)
-        trial = bench.once(of, case) if confirmed else bench.check(of, case)
+        first = next((trial for known, trial in self._known.items() if known[:2] == key[:2]), None)
+        trial = checked(bench, of, case, "some") if first is None else bench.once(of, case, first.delays)
         if trial.verdict.findings and trial.verdict.kind != "flaky":
             self._known[key] = trial
         return trial
@@ -91,7 +91,7 @@ def check(subject: str, candidate: str | type[Candidate], case: object) -> None:
         hypothesis.reject()
     aim(trial.verdict)  # Hypothesis then tries cases near those where rounding is largest
     if trial.verdict.findings:
-        made = Reproducer(spec_of(candidate).text, subject, case)
+        made = Reproducer(spec_of(candidate).text, subject, case, trial.delays)
         console = Console(width=10_000, color_system=None)
         with console.capture() as text:
             print_failure(console, Failure(made, trial.verdict, trial.history))

@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.exit_codes import EXIT_CODES, Group, end, say_error
 from harness.report.streams import CannotPrint
+
+if TYPE_CHECKING:
+    from harness.world.delays import Which
 
 
 @click.group(cls=Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,6 +32,13 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--seed", type=click.IntRange(min=0), help="Draw the same cases again."),
         click.option("--time-budget", type=float, help="Seconds for the whole run; a late failure may add some."),
         click.option("--deadline", default=30.0, show_default=True, help="Seconds for one case."),
+        click.option(
+            "--delays",
+            default="some",
+            show_default=True,
+            type=click.Choice(["none", "some", "all"]),
+            help="Which cases sleep before collectives on some ranks.",
+        ),
         click.option(
             "--json",
             "json_file",
@@ -60,6 +70,7 @@ def verify(
     seed: int | None,
     time_budget: float | None,
     deadline: float,
+    delays: Which,
     json_file: Path | None,
     save: Path,
 ) -> None:
@@ -91,6 +102,7 @@ def verify(
             seed=seed,
             time_budget=time_budget,
             deadline=deadline,
+            delays=delays,
             save=save,
             listen=report,
         )

@@ -15,7 +15,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from harness.bench import Bench
+from harness.bench import Bench, checked
 from harness.draws import register
 from harness.events import Row
 from harness.fault import Fault, fault_class, with_cause
@@ -23,6 +23,7 @@ from harness.polish import polish
 from harness.properties.base import Property
 from harness.steering import Steering, aim, steered
 from harness.tally import Tally
+from harness.world.delays import Which
 from reference.codec import encode
 from strategies.scope import Scope
 
@@ -42,13 +43,14 @@ class Limits:
     """How far a search goes. time_budget: seconds for one row, None for no limit. shrink_seconds: how long a failure
     may be shrunk, by Hypothesis and then again by the subject's own proposals. steered: the share of the examples, and
     of the time budget, for neighbours of the worst cases. It comes last, so that a seed draws the same cases before it
-    on any machine: statistics depend on the order in which a machine sums."""
+    on any machine: statistics depend on the order in which a machine sums. delays: which cases get some."""
 
     examples: int = 100
     seed: int = 0
     time_budget: float | None = None
     shrink_seconds: float = 30.0
     steered: float = 0.2
+    delays: Which = "some"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ def search(
             if tally.failed_at is None and now > clock.ends:
                 raise _Stop(tally.no_time(limits.time_budget))
             # Once a failure is confirmed, shrinking believes what it sees; the end of it is confirmed again.
-            trial = bench.check(subject, case) if tally.confirmed is None else bench.once(subject, case)
+            if tally.confirmed is None:
+                trial = checked(bench, subject, case, limits.delays)
+            else:
+                trial = bench.once(subject, case, tally.confirmed.trial.delays)
             tally.count(case, trial, key)
             tell(bool(trial.verdict.findings))
         if trial.verdict.rejected is not None:
@@ -161,7 +166,7 @@ def _polished(
 
     def fails(case: Any) -> bool:
         nonlocal best
-        trial = bench.once(subject, case)
+        trial = bench.once(subject, case, fault.trial.delays)
         tell(bool(trial.verdict.findings))
         if trial.verdict.kind != fault.trial.verdict.kind:
             return False
@@ -171,7 +176,7 @@ def _polished(
     polish(fault.case, lambda case: subject.simpler(case, scope), fails, seconds)
     if best.case == confirmed.case and type(best) is type(confirmed):
         return confirmed  # which was seen in fresh processes
-    trial = bench.afresh(subject, best.case)
+    trial = bench.afresh(subject, best.case, fault.trial.delays)
     if trial.verdict.kind == fault.trial.verdict.kind:
         return type(fault)(best.case, trial)
     return confirmed

@@ -41,7 +41,7 @@ def replay(reproducer: Reproducer, *, deadline: float = 30.0) -> Verdict:
             return Verdict(
                 rejected=f"the mesh has {case.mesh.size} ranks, the candidate computes groups of up to {most}"
             )
-        return bench.check(subject, case).verdict
+        return bench.check(subject, case, reproducer.delays).verdict
 
 
 def require_memory(case: object, world: int) -> None:

@@ -71,7 +71,8 @@ class Tally:
     def row(self, candidate: str, subject: str, faults: list[Fault], stopped: str | None, seconds: float) -> Row:
         failing = [(fault.case, fault.trial) for fault in faults] + self.flaky
         failures = tuple(
-            Failure(Reproducer(candidate, subject, case), trial.verdict, trial.history) for case, trial in failing
+            Failure(Reproducer(candidate, subject, case, trial.delays), trial.verdict, trial.history)
+            for case, trial in failing
         )
         return Row(
             candidate=candidate,

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from harness.bench import Bench, CandidateUnusable
 from harness.candidate import Candidate
@@ -33,6 +34,7 @@ from harness.properties.base import Property
 from harness.verdict import Verdict
 from harness.world import max_world as machine_limit
 from harness.world import warm_up
+from harness.world.delays import Which
 from reference.dtypes import FORMATS
 
 FAILURES = Path(".shardproof") / "failures"
@@ -52,6 +54,7 @@ def verify(
     time_budget: float | None = None,
     deadline: float = 30.0,
     save: Path | str | None = FAILURES,
+    delays: Which = "some",
     listen: Listener = lambda event: None,
 ) -> RunDone:
     """Draws cases and runs them on every candidate.
@@ -60,8 +63,9 @@ def verify(
     candidates offer by default. examples: cases for each subject and candidate. max_world: the most ranks of a case.
     dtypes: formats to draw, all that a candidate has by default. seed: drawn and reported where it is None.
     time_budget: seconds for the whole run, shrinking included; a failure that is found near the end may take 3 s more,
-    and where it is a hang, five deadlines. deadline: seconds for one case. save: the folder for failing cases.
-    listen: called with every event.
+    and where it is a hang, five deadlines. deadline: seconds for one case. save: the folder for failing cases. delays:
+    which cases have small sleeps before collectives on some of their ranks: ``none``, ``some`` (one of eight) or
+    ``all``; a right result does not depend on them. listen: called with every event.
 
     Returns the rows. Raises WrongUse, before anything runs, for what cannot be asked for.
     """
@@ -69,6 +73,8 @@ def verify(
     chosen = [property_of(subject) for subject in (PROPERTIES if subjects is None else subjects)]
     _check(specs, examples, max_world, dtypes, seed, time_budget, save)
     require_deadline(deadline)
+    if delays not in get_args(Which):
+        raise WrongUse(f"delays is {delays!r}: expected one of {', '.join(get_args(Which))}")
     seed = secrets.randbelow(2**32) if seed is None else seed
     listen(RunStarted(seed, tuple(s.text for s in specs), tuple(p.subject for p in chosen), examples, max_world))
     warm_up(modules(specs))
@@ -87,7 +93,7 @@ def verify(
                 for number, subject in enumerate(chosen):
                     left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
                     share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
-                    limits = Limits(examples, seed, share)
+                    limits = Limits(examples, seed, share, delays=delays)
                     row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
                     rows.append(_saved(row, save))
                     listen(SubjectDone(rows[-1]))

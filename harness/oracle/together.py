@@ -56,7 +56,8 @@ def _joined(operation: Operation, lift: Lift, plain: torch.Tensor) -> torch.Tens
     if operation.kwargs or any(t.dim() != tensors[0].dim() for t in tensors):
         return None
     dim = rest[0] if rest else 0
-    made: torch.Tensor = operation.func([lift(t, t.dim(), True) for t in tensors], dim if dim < 0 else dim - plain.dim())
+    copies = [lift(t, t.dim(), True) for t in tensors]
+    made: torch.Tensor = operation.func(copies, dim if dim < 0 else dim - plain.dim())
     return made
 
 

@@ -113,18 +113,25 @@ class Pool:
         return tuple(crew.pids[rank] for rank in range(self.world_size))
 
     def start(
-        self, function: Callable[..., Any] | str, *args: Any, label: str = "", deadline: float | None = None
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        label: str = "",
+        deadline: float | None = None,
+        delays: int = 0,
     ) -> Pending:
         """Starts ``function(rank_context, *args)`` on every rank and returns at once.
 
         function: one that ranks can import, or ``module:name`` or ``path/to/file.py:name``. label: how the histories
-        of later outcomes name this job (default: the function's name). deadline: for this job, in seconds. A job
-        before it that was not asked for its result is abandoned, and its processes with it.
+        of later outcomes name this job (default: the function's name). deadline: for this job, in seconds. delays: the
+        seed of `harness.world.delays.Delays`. A job before it that was not asked for its result is abandoned, and its
+        processes with it.
 
         Raises ValueError for a function that ranks cannot import, and what pickling the arguments raises.
         """
         packed, number = functions.pack(function), next(_numbers)
-        payload = wire.dump({"number": number, "function": packed, "args": wire.dump(args), "path": search_path()})
+        job = {"number": number, "function": packed, "args": wire.dump(args), "path": search_path(), "delays": delays}
+        payload = wire.dump(job)
         if self._pending is not None:
             self.discard()
         crew = self._present_crew()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from harness.world import functions, wire
 from harness.world.context import RankContext, enter_rank, is_rank
+from harness.world.delays import Delays
 from harness.world.files import Slots, path_of
 from harness.world.outcome import Raised, Returned
 from harness.world.traffic import Collective, Recorder, ordinal
@@ -40,7 +41,14 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
         os.chdir(folder)
     faulthandler.register(signal.SIGUSR1, file=fds[1], all_threads=True)
     slots = Slots(fds[2], world_size)
-    recorder = Recorder(lambda what, number: slots.write(rank, _line(what, number)) if is_rank() else None)
+    delays = Delays()
+
+    def begins(what: Collective, number: int) -> None:
+        if is_rank():
+            slots.write(rank, _line(what, number))
+            time.sleep(delays.before(rank, number))
+
+    recorder = Recorder(begins)
     try:
         torch.set_num_threads(1)
         where = store or path_of(fds[3])
@@ -60,6 +68,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
         base.restore()
         slots.clear(rank)
         recorder.clear()
+        delays = Delays(job["delays"])
         sys.path[:] = job["path"]
         began = time.monotonic()
         answer = _run(job["function"], job["args"], context)

@@ -327,3 +327,11 @@ def distributed_tensor(context: RankContext) -> tuple[Any, list[Any]]:
     context.traffic.clear()
     whole = part.redistribute(mesh, [Replicate()]).to_local()
     return whole.tolist(), list(context.traffic.records())
+
+
+def seconds_of_an_all_reduce(context: RankContext) -> float:
+    dist.barrier()
+    context.traffic.clear()
+    began = time.monotonic()
+    dist.all_reduce(torch.ones(3))
+    return time.monotonic() - began

@@ -202,7 +202,7 @@ class Hanging:
     def __init__(self, clock: list[float], deadline: float, holds: float) -> None:
         self.clock, self.deadline, self.holds = clock, deadline, holds
 
-    def once(self, subject: Any, case: Any) -> Trial:
+    def once(self, subject: Any, case: Any, delays: int = 0) -> Trial:
         if self.clock[0] < self.holds:
             self.clock[0] += 0.2
             return Trial(Verdict())
@@ -211,7 +211,7 @@ class Hanging:
 
     afresh = once
 
-    def check(self, subject: Any, case: Any) -> Trial:
+    def check(self, subject: Any, case: Any, delays: int = 0) -> Trial:
         first = self.once(subject, case)
         return self.once(subject, case) if first.verdict.findings else first
 

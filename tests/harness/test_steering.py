@@ -61,7 +61,7 @@ class Scored:
         self.score, self.fails, self.clock = score, fails, clock
         self.cases: list[LinearCase] = []
 
-    def once(self, subject: Any, case: LinearCase) -> Trial:
+    def once(self, subject: Any, case: LinearCase, delays: int = 0) -> Trial:
         self.cases.append(case)
         if self.clock is not None:
             self.clock[0] += 0.1
