@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import reprlib
 
 import hypothesis
 from hypothesis.strategies import SearchStrategy
@@ -13,12 +14,14 @@ from harness.bench import Bench, Trial, checked
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
 from harness.draws import register
+from harness.errors import WrongUse
 from harness.events import Failure
 from harness.find import Spec, spec_of
 from harness.properties import property_of
 from harness.properties.base import Description
 from harness.report.terminal import print_failure
 from harness.steering import aim
+from harness.verification import require_limits
 from reference.codec import encode
 
 
@@ -74,18 +77,30 @@ def cases(
 ) -> SearchStrategy[object]:
     """The strategy of a subject's cases within what the candidate supports, for ``@given``.
 
-    Raises ValueError where the candidate does not offer the subject.
+    Raises ValueError where the candidate does not offer the subject, or has none of the dtypes, and WrongUse for limits
+    that cannot be used.
     """
+    require_limits(max_world, dtypes)
     described = _BENCHES.description(spec_of(candidate))
     if not property_of(subject).offered(described):
         raise ValueError(f"{described.spec} does not offer the subject {subject!r}: leave it out")
-    drawn: SearchStrategy[object] = property_of(subject).cases(described.scope(max_world, dtypes))
+    scope = described.scope(max_world, dtypes)
+    if property_of(subject).uses_dtype and not scope.dtypes:
+        has = ", ".join(described.dtypes)
+        raise ValueError(f"{described.spec} has none of the dtypes {', '.join(dtypes or ())}: expected some of {has}")
+    drawn: SearchStrategy[object] = property_of(subject).cases(scope)
     return drawn
 
 
 def check(subject: str, candidate: str | type[Candidate], case: object) -> None:
     """Runs one case on real ranks. Raises AssertionError with findings and reproducer where it does not hold; a case
-    that the candidate refuses is rejected, as ``hypothesis.assume`` does."""
+    that the candidate refuses is rejected, as ``hypothesis.assume`` does. Raises WrongUse for what is no case."""
+    expected = property_of(subject).case_type
+    if not isinstance(case, expected):
+        raise WrongUse(
+            f"the case is {reprlib.repr(case)}: expected a {expected.__name__}, as cases({subject!r}, ...) draws it, "
+            "or as harness.case_file.read(line).case reads it from the line that a failure printed"
+        )
     trial = _BENCHES.judge(spec_of(candidate), subject, case)
     if trial.verdict.rejected is not None:
         hypothesis.reject()

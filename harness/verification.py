@@ -188,9 +188,6 @@ def _check(
 ) -> None:
     if not specs:
         raise WrongUse("no candidate is given: name at least one, for example builtin")
-    for dtype in dtypes or ():
-        if dtype not in FORMATS:
-            raise WrongUse(f"unknown dtype {dtype!r}: expected one of {', '.join(FORMATS)}")
     if examples < 1:
         raise WrongUse(f"examples is {examples}: expected at least 1")
     if seed is not None and seed < 0:
@@ -201,6 +198,14 @@ def _check(
         folder = next(p for p in (Path(save).absolute(), *Path(save).absolute().parents) if os.access(p, os.F_OK))
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise WrongUse(f"cannot save failing cases to {save}: {folder} is not a folder that can be written to")
+    require_limits(max_world, dtypes)
+
+
+def require_limits(max_world: int, dtypes: Sequence[str] | None) -> None:
+    """Raises WrongUse for limits of what is drawn that cannot be used."""
+    for dtype in dtypes or ():
+        if dtype not in FORMATS:
+            raise WrongUse(f"unknown dtype {dtype!r}: expected one of {', '.join(FORMATS)}")
     if max_world < 1:
         raise WrongUse(f"max_world is {max_world}: expected at least 1")
     require_world(max_world)

@@ -27,8 +27,9 @@ def require_known(names: Names, sharded: Sharded) -> None:
     """Raises WrongAdapter for a name that the subject does not have: a misspelt layout must not be left out."""
     for name, layout in sharded.layouts.items():
         if name not in names.parameters:
+            has = f"expected {', '.join(names.parameters)}" if names.parameters else "the subject has none; expected"
             raise WrongAdapter(
-                f"Sharded(..., {name}={layout}) is the layout of no parameter: expected {', '.join(names.parameters)}, "
+                f"Sharded(..., {name}={layout_text(layout)}) is the layout of no parameter: {has}, "
                 "or an argument: forward, parameters, grads, inputs, outputs, read_grad, finish"
             )
     for argument, given, known in (
@@ -39,7 +40,8 @@ def require_known(names: Names, sharded: Sharded) -> None:
     ):
         for name in given:
             if name not in known:
-                raise WrongAdapter(f"Sharded(..., {argument}=...) names {name!r}: expected some of {', '.join(known)}")
+                some = f"expected some of {', '.join(known)}" if known else "the subject has none, leave it out"
+                raise WrongAdapter(f"Sharded(..., {argument}=...) names {name!r}: {some}")
 
 
 def layout_of(name: str, sharded: Sharded) -> Layout:

@@ -86,7 +86,8 @@ class CollectivesCase:
         if not self.shapes or any(not shape or min(shape) < 1 for shape in self.shapes):
             raise ValueError(f"shapes {self.shapes}: expected one or more, of dimensions of at least 1")
         if any(not -len(shape) <= self.dim < 0 for shape in self.shapes):
-            raise ValueError(f"dim {self.dim} is not in every one of {self.shapes}: expected -1 or a little less")
+            least = -min(map(len, self.shapes))
+            raise ValueError(f"dim {self.dim} is not in every one of {self.shapes}: expected one of {least} to -1")
         if self.backward not in get_args(Backward):
             raise ValueError(f"backward is {self.backward!r}: expected one of {', '.join(get_args(Backward))}")
         if self.exact:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from harness.errors import WrongUse
 from harness.oracle.dataflow import Dataflow, Following, NumbersLeave
 from harness.oracle.deviation import RUNS as RUNS
 from harness.oracle.overflow import LooksAtNumbers, Overflow
@@ -48,6 +49,7 @@ def expect(
     ignores some of it, or returns NaN where it must not.
     """
     given = given or {}
+    require_known(fmt, given, idle)
     with unchanged(given):
         found = disturb(compute, fmt, runs=runs, seed=seed, given=_busy(given, idle))
         may_overflow = _may_overflow(compute, fmt, seed) if found.near_overflow else {}
@@ -67,6 +69,7 @@ def exactly(
 ) -> dict[str, torch.Tensor | None]:
     """What the reference computes where nothing rounds; it is run twice. Arguments and errors as of `expect`."""
     given = given or {}
+    require_known(_OWN, given, idle)
     flow = Dataflow(_busy(given, idle))
     with unchanged(given):
         with repeatable(0):
@@ -78,6 +81,15 @@ def exactly(
     require_used(flow.unused(again.values()), again)
     require_numbers(given, want, may_be_nan)
     return want
+
+
+def require_known(fmt: object, given: Collection[str], idle: Collection[str]) -> None:
+    """Raises WrongUse for what is no format, and for idle names that are not given."""
+    if not isinstance(fmt, Format):
+        raise WrongUse(f"fmt is {fmt!r}: expected a format such as reference.dtypes.FORMATS['bf16']")
+    for name in idle:
+        if name not in given:
+            raise WrongUse(f"idle names {name!r}: expected some of what is given: {', '.join(given) or 'nothing'}")
 
 
 def _busy(given: Mapping[str, torch.Tensor], idle: Collection[str]) -> dict[str, torch.Tensor]:

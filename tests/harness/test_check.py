@@ -18,6 +18,7 @@ import harness
 from harness import cases, check
 from harness.bench import CandidateUnusable
 from harness.case_file import read
+from harness.errors import WrongUse
 
 THEIRS = f"""
 from hypothesis import Phase, given, settings
@@ -83,6 +84,18 @@ def test_a_candidate_without_the_subject_is_refused() -> None:
         cases("mesh", candidate("right.py:Right"))
     with pytest.raises(ValueError, match="unknown subject 'lineal': expected one of mesh, collectives"):
         cases("lineal", candidate("right.py:Right"))
+
+
+def test_limits_and_cases_that_cannot_be_used_are_refused() -> None:
+    right = candidate("right.py:Right")
+    with pytest.raises(WrongUse, match="unknown dtype 'fp8': expected one of fp32"):
+        cases("linear", right, dtypes=("fp8",))
+    with pytest.raises(WrongUse, match="max_world is 0: expected at least 1"):
+        cases("linear", right, max_world=0)
+    with pytest.raises(ValueError, match="has none of the dtypes fp32: expected some of bf16"):
+        cases("linear", candidate("inexact.py:OnlyBf16"), dtypes=("fp32",))
+    with pytest.raises(WrongUse, match=r"the case is \{'mesh': 'tp=1'\}: expected a LinearCase, as cases"):
+        check("linear", right, {"mesh": "tp=1"})
 
 
 def test_an_unusable_candidate_tells_why_with_its_traceback() -> None:

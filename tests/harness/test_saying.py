@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from trials import BAD, ON_PAPER, bench, judge, only_finding
 
+from harness import Sharded, Whole
+from harness.exercise import Names
+from harness.local import WrongAdapter
+from harness.wiring import require_known
 from reference.mesh import Mesh, MeshCase
 
 REPLICAS = dataclasses.replace(BAD, mesh=Mesh.of(dp=2, tp=2), leading=((2,), (3,)))
@@ -51,6 +56,14 @@ def test_a_name_that_the_subject_does_not_have(name: str, message: str) -> None:
     finding = only_finding(f"saying.py:{name}")
     assert finding.kind == "error"
     assert message in finding.message
+
+
+def test_a_name_where_the_subject_has_none() -> None:
+    names = Names(parameters=(), inputs=("input",), outputs=("output",))
+    with pytest.raises(WrongAdapter, match=r"weight=Whole\(\)\) is the layout of no parameter: the subject has none"):
+        require_known(names, Sharded(lambda x: x, weight=Whole()))
+    with pytest.raises(WrongAdapter, match=r"parameters=...\) names 'weight': the subject has none, leave it out"):
+        require_known(names, Sharded(lambda x: x, parameters={"weight": torch.ones(1)}))
 
 
 def test_groups_may_be_listed_in_any_order() -> None:

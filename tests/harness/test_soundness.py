@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness import verify
 from harness.bench import Bench
+from harness.errors import WrongUse
 from harness.observation import LocalTensor, Observation
 from harness.oracle.expectation import exactly, expect
 from harness.oracle.soundness import UnsoundReference
@@ -242,3 +243,13 @@ def test_a_run_with_such_a_reference_ends_with_exit_code_2(monkeypatch: pytest.M
     done = verify("builtin", subjects=["linear"], examples=2, max_world=1, seed=0, save=None)
     assert [failure.kind for failure in done.rows[0].failures] == ["harness"]
     assert exit_code(done.rows) == 2
+
+
+def test_a_format_and_idle_names_that_are_none_are_refused() -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(WrongUse, match="fmt is 'bf16': expected a format such as"):
+        expect(lambda: {"y": 2 * x}, "bf16")  # type: ignore[arg-type]
+    for judge in (lambda: expect(lambda: {"y": 2 * x}, FORMATS["bf16"], given={"x": x}, idle=["z"]),
+                  lambda: exactly(lambda: {"y": 2 * x}, given={"x": x}, idle=["z"])):  # fmt: skip
+        with pytest.raises(WrongUse, match="idle names 'z': expected some of what is given: x"):
+            judge()

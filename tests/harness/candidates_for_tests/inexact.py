@@ -59,3 +59,7 @@ class Unscaled(Inexact):
 
     def rounded(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (y * 3 * torch.tensor(1 / 3, dtype=dtype).float()).to(dtype)
+
+
+class OnlyBf16(Inexact):
+    dtypes = ("bf16",)
