@@ -16,6 +16,7 @@ from sharded import mutants
 from sharded.process_groups import ProcessGroups
 
 PLAIN, SHARED = Block(), Block(kv_heads=1)
+DROPS = {"attention_dropout": 0.5, "hidden_dropout": 0.1}
 SP, MAIN, HEADS, RMS = {"sequence_parallel": True}, {"main_grad": True}, {"qk_norm": True}, {"norm": "rms"}
 
 #: By mutant: cases in which it shows, and cases in which it hides, as a weak test would.
@@ -24,12 +25,17 @@ SHOWS: dict[str, list[Block]] = {
     "F08": [replace(PLAIN, options=SP), replace(PLAIN, options={**SP, **RMS, **MAIN})],
     "F09": [replace(PLAIN, options=HEADS), replace(SHARED, options={**HEADS, **RMS, **MAIN})],
     "F10": [SHARED, replace(SHARED, options=SP), replace(SHARED, options=MAIN)],
+    "F48": [
+        replace(PLAIN, options={"attention_dropout": 0.5, "recompute": "selective"}),
+        replace(PLAIN, options={**DROPS, "recompute": "full"}),
+    ],
 }
 HIDES: dict[str, list[Block]] = {
     "F07": [PLAIN, replace(SHARED, options=HEADS)],
     "F08": [PLAIN, replace(SHARED, options=HEADS)],
     "F09": [PLAIN, replace(PLAIN, options={**HEADS, **SP})],
     "F10": [PLAIN, replace(PLAIN, options={**SP, **HEADS})],
+    "F48": [replace(PLAIN, options=DROPS), replace(PLAIN, options={"recompute": "full"})],
 }
 
 
@@ -42,6 +48,12 @@ def what_is_wrong(mutant: str, group: dist.ProcessGroup) -> list[str]:
         "F08": {"norm1_weight.grad", "norm1_bias.grad", "norm2_weight.grad", "norm2_bias.grad"},
         "F09": {"q_norm_weight.grad", "k_norm_weight.grad"},
         "F10": {"input gradient 0", "input gradient 1", "norm1_weight.grad", "norm1_bias.grad"},
+        # All that lies before attention's dropout; a key's bias has no gradient.
+        "F48": {f"{what} {m}" for what in ("dropout", "input gradient") for m in (0, 1)}
+        | {
+            f"{name}.grad"
+            for name in ("norm1_weight", "norm1_bias", "q_weight", "q_bias", "k_weight", "v_weight", "v_bias")
+        },
     }[mutant]
     found = {problem.partition(" is ")[0] for problem in problems}
     return [] if found == expected else [f"wrong are {sorted(found)}"]

@@ -23,6 +23,7 @@ CAUSES = {
     "F09": "covers only the rank's own heads: the sum over tp after the last backward is missing",
     "F10": "lacks the other ranks' part of the gradient into the key/value heads that several ranks hold",
     "F14": "lacks the other ranks' part of the gradient into the mlp: an all-reduce over tp is missing in backward",
+    "F48": "recomputation draws other dropout masks than forward did",
     "F47": "the same on rank 0 (tp=0) and rank 1 (tp=1): as if the random stream of each rank were never entered",
 }
 

@@ -20,6 +20,7 @@ from sharded.mutants import Mutant, Patch
 from sharded.norms import Norm
 from sharded.partial_gradients import mark_partial
 from sharded.random import RandomTracker
+from sharded.recompute import Replayed
 from sharded.sequence_parallel import finish_sequence_parallel_gradients, mark
 
 
@@ -84,6 +85,13 @@ def _stream_never_entered() -> list[Patch]:
     return [(RandomTracker, "stream", stream)]
 
 
+def _recomputed_with_other_numbers() -> list[Patch]:
+    def enter(self: Replayed) -> None:
+        self._now = self._tracker.state()
+
+    return [(Replayed, "__enter__", enter)]
+
+
 MUTANTS = (
     Mutant(
         "F07",
@@ -119,5 +127,12 @@ MUTANTS = (
         "two context managers joined with `and`: the tensor-parallel random stream is never entered",
         "NVIDIA/Megatron-LM#1256",
         _stream_never_entered,
+    ),
+    Mutant(
+        "F48",
+        "transformer",
+        "recomputation without restoring the random state: other masks in backward",
+        "allenai/OLMo-core#828",
+        _recomputed_with_other_numbers,
     ),
 )
