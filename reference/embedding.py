@@ -64,6 +64,7 @@ class EmbeddingCase:
     transposed: bool = False
     backward: Backward = "immediate"
     invalid: Invalid = ""
+    init: bool = False
     ids: Ids = field(default_factory=Ids)
     recipes: EmbeddingRecipes = field(default_factory=EmbeddingRecipes)
 
@@ -83,6 +84,10 @@ class EmbeddingCase:
             raise ValueError(f"leading {self.leading}: expected one or more micro-batches of dimensions of at least 1")
         if self.axis != "tp" and not self.explicit_group:
             raise ValueError(f"axis {self.axis!r} is not the default group: the layer must be given an explicit group")
+        if self.init and self.invalid:
+            raise ValueError(
+                f"init and invalid={self.invalid!r}: a case compares initial values or is refused, not both"
+            )
         for name, kinds in (("backward", get_args(Backward)), ("invalid", get_args(Invalid))):
             if getattr(self, name) not in kinds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, kinds))}")

@@ -82,6 +82,7 @@ class TransformerCase:
     input_requires_grad: bool = True
     transposed: bool = False
     backward: Backward = "immediate"
+    init: bool = False
     recipes: TransformerRecipes = field(default_factory=TransformerRecipes)
 
     def __post_init__(self) -> None:
@@ -109,6 +110,8 @@ class TransformerCase:
             raise ValueError(f"rotary turns pairs of features: a head has {self.head_size}, expected an even number")
         if self.dropout not in DROPOUT:
             raise ValueError(f"dropout {self.dropout}: expected one of {', '.join(map(str, DROPOUT))}")
+        if self.init and self.dropout:
+            raise ValueError(f"init and dropout {self.dropout}: a case compares initial values or masks, not both")
         if self.axis != "tp" and not self.explicit_group:
             raise ValueError(f"axis {self.axis!r} is not the default group: the layer must be given an explicit group")
         for name, kind in _CHOICES.items():

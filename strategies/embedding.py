@@ -73,6 +73,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> EmbeddingCase:
         transposed=draw(st.sampled_from([False, True, True])),
         backward=draw(st.sampled_from(BACKWARD)),
         invalid=draw(st.sampled_from(_INVALID)) if refuses else "",
+        init=scope.checks_initialization and not refuses and one_in(draw, 4),
         ids=Ids(draw(st.sampled_from(list(IDS))), draw(st.integers(0, 99))),
         recipes=EmbeddingRecipes(*draw(recipes(2, dtype))),
     )

@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> TransformerCase:
         input_requires_grad=not one_in(draw, 6),
         transposed=draw(st.booleans()),
         backward=draw(st.sampled_from(BACKWARD)),
+        init=scope.checks_initialization and not dropout and one_in(draw, 4),
         recipes=draw(_recipes()),
     )
 

@@ -17,6 +17,7 @@ def test_embeddings_compute_what_one_process_computes(candidate: str, data: st.D
 
 #: Words of the cause that the failing run names.
 CAUSES = {
+    "F13": "the slice of weight.initial that belongs to rank 0",
     "F19": "the global index is applied to each shard",
     "F23": "the vocabulary is split by floor",
 }

@@ -22,6 +22,7 @@ CAUSES = {
     "F08": "is averaged over tp where a sum is due: 1/2 of what it should be",
     "F09": "covers only the rank's own heads: the sum over tp after the last backward is missing",
     "F10": "lacks the other ranks' part of the gradient into the key/value heads that several ranks hold",
+    "F13": "every shard was initialised from the same seed",
     "F14": "lacks the other ranks' part of the gradient into the mlp: an all-reduce over tp is missing in backward",
     "F48": "recomputation draws other dropout masks than forward did",
     "F47": "the same on rank 0 (tp=0) and rank 1 (tp=1): as if the random stream of each rank were never entered",

@@ -15,6 +15,7 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.patterns.evidence import Suspect
+from harness.properties import initial
 from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.refusal import judge_refusal
@@ -37,8 +38,9 @@ def layouts(case: EmbeddingCase, uneven: Rule = "balanced") -> dict[str, Layout]
     return {"input": (each,), "output": (each, sequence) if case.sequence_parallel else (each,)}
 
 
-def on_rank(context: RankContext, spec: Spec, case: EmbeddingCase) -> Observation:
+def on_rank(context: RankContext, spec: Spec, run: EmbeddingCase | initial.Alone) -> Observation:
     """Builds the embedding and drives it on this rank, or sees whether it refuses."""
+    case: EmbeddingCase = initial.case_of(run)
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("embedding"):
         raise NotOffered(f"{spec.text} has no embedding")
@@ -61,6 +63,7 @@ def on_rank(context: RankContext, spec: Spec, case: EmbeddingCase) -> Observatio
         backward=case.backward,
         transposed=case.transposed,
         main_grad=case.main_grad,
+        only_initial=isinstance(run, initial.Alone),
     )
     if case.invalid:
         return attempt(exercise, lambda: candidate.embedding(case))
@@ -70,7 +73,7 @@ def on_rank(context: RankContext, spec: Spec, case: EmbeddingCase) -> Observatio
 
 
 def judge(case: EmbeddingCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
-    """Every output and the gradient against one process, then replicas against each other."""
+    """Every output and the gradient against one process, then replicas against each other, then the initialisation."""
     if case.invalid:
         return judge_refusal(case.mesh, worlds[0], f"ids with a token {_out_of_range(case)}")
     given = tensors(case)
@@ -85,7 +88,9 @@ def judge(case: EmbeddingCase, description: Description, want: dict[str, Want], 
     why = explanation(forms, case.mesh, worlds[0], others, len(case.leading), suspects)
     verdict = judge_tensors(want, forms, case.mesh, worlds[0], why)
     traffic = judge_traffic(case.mesh, needed(case), worlds[0])
-    return replace(verdict, findings=(*verdict.findings, *traffic))
+    shapes = {"weight": (case.rows, case.hidden)} if case.init else {}
+    first = initial.judge_initial(case.mesh, case.format, shapes, worlds)
+    return replace(verdict, findings=(*verdict.findings, *first, *traffic))
 
 
 def _out_of_range(case: EmbeddingCase) -> str:
@@ -154,4 +159,5 @@ EMBEDDING = Property(
     expected=_expected,
     careful=lambda case: None if case.exact else _expected(case, careful=True),
     judge=judge,
+    runs=initial.runs,
 )

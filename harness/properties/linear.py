@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,19 +15,18 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Outputs, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.diagnose import Diagnosis
+from harness.properties import initial
 from harness.properties.base import Description, Property, World
-from harness.properties.linear_initial import judge_initial
 from harness.properties.linear_suspects import explain
 from harness.properties.modules import forms_of, wanted
 from harness.properties.tensors import Want, judge_tensors
 from harness.properties.traffic import judge_traffic
 from harness.session import Session, phase
-from harness.verdict import Verdict
+from harness.verdict import Finding, Verdict
 from harness.world import RankContext
 from reference.layout import Each, Layout, Split, Whole, placements
 from reference.linear import LinearCase, expected, tensors
 from reference.linear_traffic import needed
-from reference.mesh import Mesh
 
 _NAMES = Names(parameters=("weight", "bias"), inputs=("input",), outputs=("output", "output_bias"))
 
@@ -60,25 +59,14 @@ def _bias(case: LinearCase, each: Each, features: Split) -> Layout:
     return (each, features) if case.kind == "column" and not case.gather_output else (each,)
 
 
-@dataclass(frozen=True)
-class Alone:
-    """The second run of a case with ``init``: the layer on one rank, of which only the initial parameters count."""
-
-    case: LinearCase
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.case.mesh
-
-
-def on_rank(context: RankContext, spec: Spec, run: LinearCase | Alone) -> Observation:
+def on_rank(context: RankContext, spec: Spec, run: LinearCase | initial.Alone) -> Observation:
     """Builds the layer and drives it on this rank."""
-    case = run.case if isinstance(run, Alone) else run
+    case: LinearCase = initial.case_of(run)
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers(f"{case.kind}_linear"):
         raise NotOffered(f"{spec.text} has no {case.kind}_linear")
     build = candidate.column_linear if case.kind == "column" else candidate.row_linear
-    exercise = replace(_exercise(case, candidate.uneven, context.rank), only_initial=isinstance(run, Alone))
+    exercise = replace(_exercise(case, candidate.uneven, context.rank), only_initial=isinstance(run, initial.Alone))
     with phase("its declarations"):
         due = tuple(candidate.traffic(case, needed(case)))
     return replace(drive(exercise, lambda: build(case), context.traffic), due=due)
@@ -120,13 +108,6 @@ def _add_bias(outputs: Outputs) -> torch.Tensor:
     return outputs[0] + outputs[1]
 
 
-def runs(case: LinearCase, description: Description) -> Sequence[LinearCase | Alone]:
-    """With ``init`` and a full initialisation, also the same layer on one rank."""
-    if not case.init or description.initialization != "full" or case.mesh.size == 1:
-        return (case,)
-    return case, Alone(replace(case, mesh=Mesh(tuple((name, 1) for name in case.mesh.names))))
-
-
 def judge(
     case: LinearCase,
     description: Description,
@@ -143,9 +124,20 @@ def judge(
         return explain(case, description, name, observed, form.layout, values, tolerance, form.dtype)
 
     verdict = judge_tensors(want, forms, case.mesh, observed, why)
-    initial = judge_initial(case, description, worlds) if case.init else []
     traffic = judge_traffic(case.mesh, needed(case), observed)
-    return replace(verdict, findings=(*verdict.findings, *initial, *traffic))
+    return replace(verdict, findings=(*verdict.findings, *_initial(case, description, worlds), *traffic))
+
+
+def _initial(case: LinearCase, description: Description, worlds: Sequence[World]) -> Iterator[Finding]:
+    if not case.init:
+        return
+
+    def why(name: str, layout: Layout, whole: np.ndarray) -> Diagnosis | None:
+        dtype = str(case.format.torch_dtype).removeprefix("torch.")
+        return explain(case, description, name, worlds[0], layout, whole, None, dtype)
+
+    shapes = {"weight": (case.out_features, case.in_features)} | ({"bias": (case.out_features,)} if case.bias else {})
+    yield from initial.judge_initial(case.mesh, case.format, shapes, worlds, why)
 
 
 def _expected(case: LinearCase, careful: bool = False) -> dict[str, Want]:
@@ -166,5 +158,5 @@ LINEAR = Property(
     expected=_expected,
     careful=lambda case: None if case.exact else _expected(case, careful=True),
     judge=judge,
-    runs=runs,
+    runs=initial.runs,
 )

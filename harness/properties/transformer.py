@@ -13,6 +13,7 @@ from harness.exercise import Exercise, Given, MicroBatch, Names, Result
 from harness.find import Spec
 from harness.observation import Observation
 from harness.oracle.diagnose import Diagnosis
+from harness.properties import initial
 from harness.properties.base import Description, Property, World
 from harness.properties.dropout import MASKS, judge_alone, judge_masks, judge_recomputed, read_masks
 from harness.properties.modules import Values, explanation, forms_of, one_thread, wanted
@@ -39,14 +40,16 @@ def layouts(case: TransformerCase) -> dict[str, Layout]:
     return {"input": cut, "output": cut}
 
 
-def on_rank(context: RankContext, spec: Spec, case: TransformerCase) -> Observation:
+def on_rank(context: RankContext, spec: Spec, run: TransformerCase | initial.Alone) -> Observation:
     """Builds the layer and drives it on this rank; with dropout, asks for its masks too."""
+    case: TransformerCase = initial.case_of(run)
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("transformer_layer"):
         raise NotOffered(f"{spec.text} has no transformer_layer")
     with phase("its declarations"):
         due = tuple(candidate.traffic(case, needed(case)))
-    seen = drive(_exercise(case, context.rank), lambda: candidate.transformer_layer(case), context.traffic)
+    exercise = replace(_exercise(case, context.rank), only_initial=isinstance(run, initial.Alone))
+    seen = drive(exercise, lambda: candidate.transformer_layer(case), context.traffic)
     return replace(seen, due=due, facts={MASKS: read_masks(candidate, case)} if case.dropout else {})
 
 
@@ -73,16 +76,18 @@ def _exercise(case: TransformerCase, rank: int) -> Exercise:
     )
 
 
-def runs(case: TransformerCase, description: Description) -> Sequence[TransformerCase]:
-    """With dropout, also the same layer that recomputes something else in backward, where the candidate has both."""
-    kinds = ["none", *recomputations(description.supports)] if case.dropout else []
-    other = next((kind for kind in kinds if kind != case.recompute), None)
+def runs(case: TransformerCase, description: Description) -> Sequence[TransformerCase | initial.Alone]:
+    """With dropout, also the same layer that recomputes something else in backward, where the candidate has both; with
+    ``init``, also the layer on one rank."""
+    if not case.dropout:
+        return initial.runs(case, description)
+    other = next((kind for kind in ["none", *recomputations(description.supports)] if kind != case.recompute), None)
     return (case,) if other is None else (case, replace(case, recompute=other))
 
 
 def judge(case: TransformerCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
-    """Every output and gradient against one process, then replicas against each other. With dropout there is nothing to
-    compare with: its masks, replicas, and the second run."""
+    """Every output and gradient against one process, then replicas against each other, then the initialisation. With
+    dropout there is nothing to compare with: its masks, replicas, and the second run."""
     shape = _shapes(case)
     main_grads = [f"{name}.grad" for name in shapes(case)] if case.main_grad else []
     forms = forms_of(list(shape), layouts(case), case.format, main_grads, worlds[0][0])
@@ -90,7 +95,7 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
         findings = [
             *judge_masks(case, worlds[0]),
             *judge_alone(shape, forms, case.mesh, worlds[0]),
-            *(judge_recomputed(case, runs(case, description)[1], worlds) if len(worlds) > 1 else ()),
+            *(judge_recomputed(case, initial.case_of(runs(case, description)[1]), worlds) if len(worlds) > 1 else ()),
         ]
         return Verdict((*findings, *judge_traffic(case.mesh, needed(case), worlds[0])))
 
@@ -105,7 +110,8 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
 
     verdict = judge_tensors(want, forms, case.mesh, worlds[0], why)
     traffic = judge_traffic(case.mesh, needed(case), worlds[0])
-    return replace(verdict, findings=(*verdict.findings, *traffic))
+    first = initial.judge_initial(case.mesh, case.format, shapes(case) if case.init else {}, worlds)
+    return replace(verdict, findings=(*verdict.findings, *first, *traffic))
 
 
 def _shapes(case: TransformerCase) -> dict[str, tuple[int, ...] | None]:

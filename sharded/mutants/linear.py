@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from sharded import initialization, linear, parallel_linear, wire
+from sharded import embedding, initialization, linear, parallel_linear, wire
 from sharded.collectives import CopyToGroup
 from sharded.cut import cut, piece
 from sharded.linear import RowParallelLinear
@@ -65,7 +65,7 @@ def _every_shard_from_the_same_seed() -> list[Patch]:
         stream = initialization.generator(how["seed"], name)
         return initialization.uniform(own, how["bound"], how["dtype"], stream)
 
-    return [(parallel_linear, "initial", initial)]
+    return [(parallel_linear, "initial", initial), (embedding, "initial", initial)]
 
 
 def _input_gradient_not_reduced() -> list[Patch]:
