@@ -16,17 +16,18 @@ D is the dimension that is cut or joined; n the ranks along ``axis``, R all othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
-from reference.dtypes import Format, format_of
+from reference.cases import AlongAxis, all_exact
+from reference.dtypes import format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.layout import Each, Layout, Rule, Split
 from reference.linear import Backward
 from reference.mesh import Mesh
-from reference.recipe import EXACT_KINDS, Recipe, fill
+from reference.recipe import Recipe, fill
 
 Kind = Literal["copy", "reduce", "scatter", "gather", "gather_sequence", "reduce_scatter"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -60,7 +61,7 @@ class CollectivesRecipes:
 
 
 @dataclass(frozen=True)
-class CollectivesCase:
+class CollectivesCase(AlongAxis):
     """One collective along ``axis``, forward and backward on each of ``shapes``, the whole shapes of the tensors.
 
     ``dim``, negative from the last, is cut or joined. The rest as in `reference.linear.LinearCase`.
@@ -94,22 +95,9 @@ class CollectivesCase:
             lattice_limits(sums(self))
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def exact(self) -> bool:
         """Whether no sum rounds, so that results must equal one process bit by bit."""
-        return all(getattr(self.recipes, f.name).kind in EXACT_KINDS for f in fields(self.recipes))
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that take part."""
-        return self.mesh.axis_size(self.axis)
+        return all_exact(self.recipes)
 
     @property
     def trains(self) -> bool:

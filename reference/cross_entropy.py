@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
+from reference.cases import AlongAxis
 from reference.cross_entropy_targets import targets_of
 from reference.dtypes import FORMATS, Format, format_of
 from reference.ids import Ids
@@ -55,7 +56,7 @@ class CrossEntropyRecipes:
 
 
 @dataclass(frozen=True)
-class CrossEntropyCase:
+class CrossEntropyCase(AlongAxis):
     """The loss of logits whose columns are cut over the ranks along ``axis``, forward and backward for each
     micro-batch.
 
@@ -120,10 +121,6 @@ class CrossEntropyCase:
             raise ValueError("an infinite gradient: which probabilities round to zero decides what comes out")
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def loss_format(self) -> Format:
         """Of the loss and all arithmetic."""
         return FORMATS["fp64" if self.dtype == "fp64" else "fp32"]
@@ -132,20 +129,6 @@ class CrossEntropyCase:
     def width(self) -> int:
         """Of the whole logits."""
         return self.vocabulary + self.padding
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks compute the loss of other data."""
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def replicas(self) -> int:
-        return self.mesh.size // self.parallel_size
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that the logits are cut over."""
-        return self.mesh.axis_size(self.axis)
 
     @property
     def trains(self) -> bool:

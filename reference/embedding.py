@@ -10,20 +10,21 @@ dimensions of a micro-batch, V rows of the table (the vocabulary and its padding
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-from reference.dtypes import FORMATS, Format, format_of
+from reference.cases import AlongAxis, all_exact
+from reference.dtypes import FORMATS, format_of
 from reference.ids import Ids, fill_ids
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.layout import cut
 from reference.linear import Backward
 from reference.mesh import Mesh
 from reference.precision import computed_in
-from reference.recipe import EXACT_KINDS, Recipe, fill
+from reference.recipe import Recipe, fill
 
 #: What is wrong with the ids of a case that must be refused: one of them is below zero, or beyond the vocabulary.
 Invalid = Literal["", "negative", "past"]
@@ -39,7 +40,7 @@ class EmbeddingRecipes:
 
 
 @dataclass(frozen=True)
-class EmbeddingCase:
+class EmbeddingCase(AlongAxis):
     """A table of ``vocabulary`` rows and ``padding`` more, cut over the ranks along ``axis``, looked up forward and
     backward for each micro-batch.
 
@@ -95,10 +96,6 @@ class EmbeddingCase:
             lattice_limits(sums(self))  # refuses sizes that cannot be exact
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def rows(self) -> int:
         """Of the whole table."""
         return self.vocabulary + self.padding
@@ -106,21 +103,7 @@ class EmbeddingCase:
     @property
     def exact(self) -> bool:
         """Whether no sum rounds, so that results must equal one process bit by bit."""
-        return all(getattr(self.recipes, f.name).kind in EXACT_KINDS for f in fields(self.recipes))
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks run the same layer on other data."""
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def replicas(self) -> int:
-        return self.mesh.size // self.parallel_size
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that the table is cut over."""
-        return self.mesh.axis_size(self.axis)
+        return all_exact(self.recipes)
 
     @property
     def trains(self) -> bool:

@@ -10,16 +10,17 @@ dimensions of a micro-batch, I in_features, O out_features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
-from reference.dtypes import FORMATS, Format, format_of
+from reference.cases import AlongAxis, all_exact
+from reference.dtypes import FORMATS, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
 from reference.precision import computed_in
-from reference.recipe import EXACT_KINDS, Recipe, fill
+from reference.recipe import Recipe, fill
 
 Kind = Literal["column", "row"]
 #: When the backward of a micro-batch runs: right after its forward; after all forwards, the first or the last
@@ -40,7 +41,7 @@ class LinearRecipes:
 
 
 @dataclass(frozen=True)
-class LinearCase:
+class LinearCase(AlongAxis):
     """One linear layer cut over the ranks along ``axis``, run forward and backward on each micro-batch.
 
     ``leading`` lists the token dimensions of each micro-batch. ``sequence_parallel`` cuts the first of them over the
@@ -94,27 +95,9 @@ class LinearCase:
             raise ValueError("skip_bias_add goes only with bias: there is none to return")
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def exact(self) -> bool:
         """Whether no sum rounds, so that results must equal one process bit by bit."""
-        return all(getattr(self.recipes, f.name).kind in EXACT_KINDS for f in fields(self.recipes))
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks run the same layer on other data."""
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def replicas(self) -> int:
-        return self.mesh.size // self.parallel_size
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that the layer is cut over."""
-        return self.mesh.axis_size(self.axis)
+        return all_exact(self.recipes)
 
     @property
     def trained(self) -> frozenset[str]:

@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import torch
 
 from reference.attention import Mask
-from reference.dtypes import Format, format_of
+from reference.cases import AlongAxis
+from reference.dtypes import format_of
 from reference.linear import Backward
 from reference.mesh import Mesh
 from reference.precision import computed_in
@@ -47,7 +48,7 @@ class TransformerRecipes:
 
 
 @dataclass(frozen=True)
-class TransformerCase:
+class TransformerCase(AlongAxis):
     """One pre-norm layer whose heads and ffn are cut over the ranks along ``axis``, run forward and backward on each
     micro-batch, of which ``leading`` lists (tokens, sequences).
 
@@ -120,10 +121,6 @@ class TransformerCase:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {expected}")
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def head_size(self) -> int:
         return self.hidden // self.heads
 
@@ -131,20 +128,6 @@ class TransformerCase:
     def kv_copies(self) -> int:
         """How many neighbouring ranks hold the same key/value heads."""
         return max(1, self.parallel_size // self.kv_heads)
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks run the same layer on other data."""
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def replicas(self) -> int:
-        return self.mesh.size // self.parallel_size
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that the layer is cut over."""
-        return self.mesh.axis_size(self.axis)
 
     @property
     def trains(self) -> bool:

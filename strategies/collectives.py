@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference.collectives import KINDS, CollectivesCase, CollectivesRecipes
-from reference.recipe import Recipe
 from strategies.layers import BACKWARD, MOST_MICRO_BATCHES, cut_length, one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject.
 FEATURES = {
@@ -24,11 +23,6 @@ FEATURES = {
 }
 
 _MOST_DIMS = 4
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(CollectivesCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("shapes", "dim", "axis")
-}
 
 
 @st.composite
@@ -64,13 +58,9 @@ def simpler(case: CollectivesCase, scope: Scope) -> Iterator[CollectivesCase]:
     """Simpler cases within the scope: the smallest meshes and shapes, then one option or recipe at a time."""
     for mesh in [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]:
         for shape, dim in _tiny(case):
-            yield from _if_simpler(case, scope, {"mesh": mesh, "shapes": (shape,), "dim": dim})
-        yield from _if_simpler(case, scope, {"mesh": mesh, "shapes": case.shapes[:1]})
-    for name, plain in _PLAIN.items():
-        yield from _if_simpler(case, scope, {name: plain})
-    yield from _if_simpler(case, scope, {"recipes": CollectivesRecipes()})
-    for f in dataclasses.fields(case.recipes):
-        yield from _if_simpler(case, scope, {"recipes": dataclasses.replace(case.recipes, **{f.name: Recipe()})})
+            yield from _SIMPLER.changed(case, scope, mesh=mesh, shapes=(shape,), dim=dim)
+        yield from _SIMPLER.changed(case, scope, mesh=mesh, shapes=case.shapes[:1])
+    yield from _SIMPLER.plainer(case, scope)
 
 
 def _tiny(case: CollectivesCase) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -80,19 +70,9 @@ def _tiny(case: CollectivesCase) -> Iterator[tuple[tuple[int, ...], int]]:
             yield shape, dim
 
 
-def _if_simpler(case: CollectivesCase, scope: Scope, changes: dict[str, Any]) -> Iterator[CollectivesCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
-
-
 def _measure(case: CollectivesCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
-    made = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    options, made = len(_SIMPLER.options(case)), len(_SIMPLER.recipes(case))
     elements = sum(math.prod(shape) for shape in case.shapes)
     sizes = len(case.shapes), elements, len(case.shapes[0]), case.shapes, -case.dim
     return (case.mesh.size, len(case.mesh.axes), *sizes, options, made)
@@ -109,3 +89,6 @@ def within(case: CollectivesCase, scope: Scope) -> bool:
         and (usual or scope.has("collectives_any_dim"))
         and (even or scope.has("collectives_uneven"))
     )
+
+
+_SIMPLER = Simpler(CollectivesCase, ("shapes", "dim", "axis"), _measure, within)

@@ -20,11 +20,11 @@ from reference.cross_entropy import (
 )
 from reference.cross_entropy_targets import ignores, least_valid
 from reference.ids import IDS, Ids
-from reference.recipe import Recipe
 from strategies.layers import BACKWARD, LARGEST, cut_length, leadings, one_in, tiny
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject.
 FEATURES = {
@@ -47,11 +47,6 @@ _INVALID: list[Invalid] = ["negative", "past"]
 _REDUCTIONS: list[Reduction] = ["none", "mean", "sum"]
 _IGNORED: list[Ignored] = ["none", *["some"] * 3, "micro_batch", "replica", "all"]  # type: ignore[list-item]
 _ALPHAS, _Z_LOSSES, _SCALES = [0.1, 0.5], [1e-4, 0.1], [1, 1, 1, 1000]
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(CrossEntropyCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("leading", "axis")
-}
 _TINY = 5
 
 
@@ -148,27 +143,13 @@ def simpler(case: CrossEntropyCase, scope: Scope) -> Iterator[CrossEntropyCase]:
         changes = {"mesh": mesh, "vocabulary": vocabulary, "leading": leading, "padding": padding, "targets": targets}
         if case.ignore_index >= 0:
             changes["ignore_index"] = min(case.ignore_index, vocabulary - 1)
-        yield from _if_simpler(case, scope, changes)
-    for name, plain in _PLAIN.items():
-        yield from _if_simpler(case, scope, {name: plain})
-    yield from _if_simpler(case, scope, {"recipes": CrossEntropyRecipes()})
-    for f in dataclasses.fields(case.recipes):
-        yield from _if_simpler(case, scope, {"recipes": dataclasses.replace(case.recipes, **{f.name: Recipe()})})
-
-
-def _if_simpler(case: CrossEntropyCase, scope: Scope, changes: dict[str, Any]) -> Iterator[CrossEntropyCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
+        yield from _SIMPLER.changed(case, scope, **changes)
+    yield from _SIMPLER.plainer(case, scope)
 
 
 def _measure(case: CrossEntropyCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
-    made = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    options, made = len(_SIMPLER.options(case)), len(_SIMPLER.recipes(case))
     tokens = sum(math.prod(dims) for dims in case.leading)
     targets = list(IDS).index(case.targets.kind), case.targets.seed
     sizes = case.width, case.padding, len(case.leading), tokens
@@ -180,3 +161,6 @@ def within(case: CrossEntropyCase, scope: Scope) -> bool:
     even = case.width % case.parallel_size == 0 or scope.has("cross_entropy_uneven")
     smoothing = not case.label_smoothing or scope.has(f"cross_entropy_{case.smoothing}_smoothing")
     return even and smoothing and case.dtype in _dtypes(scope) and _defined(case, scope) == case
+
+
+_SIMPLER = Simpler(CrossEntropyCase, ("leading", "axis"), _measure, within)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 
 from reference.embedding import EmbeddingCase, EmbeddingRecipes, Invalid
 from reference.ids import IDS, Ids
-from reference.recipe import Recipe
 from strategies.layers import BACKWARD, LARGEST, divisible, leadings, one_in, tiny
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject, beside those that it shares with linear.
 FEATURES = {
@@ -30,11 +29,6 @@ FEATURES = {
 }
 
 _INVALID: list[Invalid] = ["negative", "past"]
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(EmbeddingCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("leading", "axis")
-}
 _TINY = 4
 
 
@@ -89,30 +83,16 @@ def simpler(case: EmbeddingCase, scope: Scope) -> Iterator[EmbeddingCase]:
         changes = {"mesh": mesh, "vocabulary": rows, "hidden": hidden, "leading": leading, "ids": ids}
         if case.padding_idx is not None:
             changes["padding_idx"] = min(case.padding_idx, rows - 1)
-        yield from _if_simpler(case, scope, changes)
-    for name, plain in _PLAIN.items():
-        yield from _if_simpler(case, scope, {name: plain})
+        yield from _SIMPLER.changed(case, scope, **changes)
+    yield from _SIMPLER.plainer(case, scope)
     if case.padding_idx is not None:
         for token in range(case.padding_idx):
-            yield from _if_simpler(case, scope, {"padding_idx": token})
-    yield from _if_simpler(case, scope, {"recipes": EmbeddingRecipes()})
-    for f in dataclasses.fields(case.recipes):
-        yield from _if_simpler(case, scope, {"recipes": dataclasses.replace(case.recipes, **{f.name: Recipe()})})
-
-
-def _if_simpler(case: EmbeddingCase, scope: Scope, changes: dict[str, Any]) -> Iterator[EmbeddingCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
+            yield from _SIMPLER.changed(case, scope, padding_idx=token)
 
 
 def _measure(case: EmbeddingCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
-    made = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    options, made = len(_SIMPLER.options(case)), len(_SIMPLER.recipes(case))
     tokens = sum(math.prod(dims) for dims in case.leading)
     ids = list(IDS).index(case.ids.kind), case.ids.seed
     sizes = case.rows + case.hidden, case.vocabulary, len(case.leading), tokens
@@ -125,3 +105,6 @@ def within(case: EmbeddingCase, scope: Scope) -> bool:
     sequence = not case.sequence_parallel or all(dims[0] % n == 0 for dims in case.leading)
     sizes = (case.rows % n == 0 or scope.has("embedding_uneven")) and (sequence or scope.has("uneven_sequence"))
     return sizes and case.dtype in scope.dtypes
+
+
+_SIMPLER = Simpler(EmbeddingCase, ("leading", "axis"), _measure, within)

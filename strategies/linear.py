@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference.linear import Kind, LinearCase, LinearRecipes
-from reference.recipe import Recipe
 from strategies.layers import BACKWARD, LARGEST, cut_length, divisible, leadings, one_in, tiny
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject: a candidate names those that it supports.
 FEATURES = {
@@ -34,11 +33,6 @@ FEATURES = {
 KINDS: tuple[Kind, ...] = ("column", "row")
 
 #: The options of a case at their plainest.
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(LinearCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("leading", "axis")
-}
 #: Features that shrinking tries in every combination.
 _TINY = 4
 
@@ -99,28 +93,13 @@ def simpler(case: LinearCase, scope: Scope) -> Iterator[LinearCase]:
     sizes = sorted(itertools.product(range(1, _TINY + 1), repeat=2), key=lambda pair: (sum(pair), pair))
     for mesh, (inside, outside), leading in itertools.product(meshes_, sizes, tiny(case.leading)):
         changes = {"mesh": mesh, "in_features": inside, "out_features": outside, "leading": leading}
-        yield from _if_simpler(case, scope, changes)
-    for name, plain in _PLAIN.items():
-        yield from _if_simpler(case, scope, {name: plain})
-    yield from _if_simpler(case, scope, {"recipes": LinearRecipes()})
-    for f in dataclasses.fields(case.recipes):
-        plainer = dataclasses.replace(case.recipes, **{f.name: Recipe()})
-        yield from _if_simpler(case, scope, {"recipes": plainer})
-
-
-def _if_simpler(case: LinearCase, scope: Scope, changes: dict[str, Any]) -> Iterator[LinearCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
+        yield from _SIMPLER.changed(case, scope, **changes)
+    yield from _SIMPLER.plainer(case, scope)
 
 
 def _measure(case: LinearCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
-    made = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    options, made = len(_SIMPLER.options(case)), len(_SIMPLER.recipes(case))
     tokens = sum(math.prod(dims) for dims in case.leading)
     mesh = case.mesh.size, len(case.mesh.axes)
     return (*mesh, case.in_features + case.out_features, case.in_features, len(case.leading), tokens, options, made)
@@ -133,3 +112,6 @@ def within(case: LinearCase, scope: Scope) -> bool:
     sequence = not case.sequence_parallel or all(dims[0] % n == 0 for dims in case.leading)
     sizes = (cut % n == 0 or scope.has("uneven")) and (sequence or scope.has("uneven_sequence"))
     return sizes and case.dtype in scope.dtypes
+
+
+_SIMPLER = Simpler(LinearCase, ("leading", "axis"), _measure, within)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from reference.transformer import DROPOUT, Recompute, TransformerCase, Transform
 from strategies.layers import BACKWARD, one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject.
 FEATURES = {
@@ -41,12 +41,6 @@ MOST_HEADS, MOST_HIDDEN, MOST_FFN = 8, 32, 16
 LEAST_NORMED = 4
 _HEAD_SIZES = (2, 4, 1, 3, 8)
 _TOKENS = (2, 4, 3, 8, 5, 7, 6, 1)
-
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(TransformerCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("leading", "axis", "seed")
-}
 
 
 @st.composite
@@ -153,27 +147,23 @@ def simpler(case: TransformerCase, scope: Scope) -> Iterator[TransformerCase]:
     meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
     for mesh in meshes_:
         for changes in _small(case, mesh.axis_size(case.axis)):
-            yield from _if_simpler(case, scope, {"mesh": mesh, **changes})
-    options = {name: plain for name, plain in _PLAIN.items() if getattr(case, name) != plain}
+            yield from _SIMPLER.changed(case, scope, mesh=mesh, **changes)
+    options = _SIMPLER.options(case)
     for count in range(3):
         for kept in itertools.combinations(options, count):
             plain = {name: value for name, value in options.items() if name not in kept}
-            yield from _if_simpler(case, scope, {**plain, "recipes": TransformerRecipes()})
-            yield from _if_simpler(case, scope, plain)
-    for name, value in options.items():
-        yield from _if_simpler(case, scope, {name: value})
+            yield from _SIMPLER.changed(case, scope, **plain, recipes=TransformerRecipes())
+            yield from _SIMPLER.changed(case, scope, **plain)
+    yield from _SIMPLER.plainer(case, scope)
     n = case.parallel_size
-    yield from _if_simpler(case, scope, {"kv_heads": case.heads})
-    yield from _if_simpler(case, scope, {"heads": n, "hidden": n * case.head_size, "kv_heads": n})
+    yield from _SIMPLER.changed(case, scope, kv_heads=case.heads)
+    yield from _SIMPLER.changed(case, scope, heads=n, hidden=n * case.head_size, kv_heads=n)
     for size in (2, 4):
-        yield from _if_simpler(case, scope, {"hidden": case.heads * size})
-    yield from _if_simpler(case, scope, {"ffn": n})
+        yield from _SIMPLER.changed(case, scope, hidden=case.heads * size)
+    yield from _SIMPLER.changed(case, scope, ffn=n)
     for leading in _few_tokens(case, n):
-        yield from _if_simpler(case, scope, {"leading": leading})
-    yield from _if_simpler(case, scope, {"seed": 0})
-    for f in dataclasses.fields(case.recipes):
-        plainer = dataclasses.replace(case.recipes, **{f.name: Recipe("normal")})
-        yield from _if_simpler(case, scope, {"recipes": plainer})
+        yield from _SIMPLER.changed(case, scope, leading=leading)
+    yield from _SIMPLER.changed(case, scope, seed=0)
 
 
 def _small(case: TransformerCase, n: int) -> Iterator[dict[str, Any]]:
@@ -190,22 +180,12 @@ def _few_tokens(case: TransformerCase, n: int) -> list[tuple[tuple[int, int], ..
     return [(one,), (two,), (one, one)] if len(case.leading) > 1 else [(one,), (two,)]
 
 
-def _if_simpler(case: TransformerCase, scope: Scope, changes: dict[str, Any]) -> Iterator[TransformerCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options and sizes that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
-
-
 def _measure(case: TransformerCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
-    made = [getattr(case.recipes, f.name) for f in dataclasses.fields(case.recipes)]
+    options, made = len(_SIMPLER.options(case)), len(_SIMPLER.recipes(case))
     tokens = sum(math.prod(dims) for dims in case.leading)
     sizes = case.heads + case.hidden + case.ffn + (case.heads - case.kv_heads), len(case.leading), tokens
-    return (case.mesh.size, len(case.mesh.axes), options, *sizes, sum(r != Recipe("normal") for r in made), case.seed)
+    return (case.mesh.size, len(case.mesh.axes), options, *sizes, made, case.seed)
 
 
 def within(case: TransformerCase, scope: Scope) -> bool:
@@ -213,3 +193,6 @@ def within(case: TransformerCase, scope: Scope) -> bool:
     shared = _shared(case.kv_heads, case.heads, case.parallel_size)
     normed = min(case.hidden, case.head_size if case.qk_norm else LEAST_NORMED)
     return normed >= LEAST_NORMED and (shared is None or scope.has(shared)) and case.dtype in scope.dtypes
+
+
+_SIMPLER = Simpler(TransformerCase, ("leading", "axis", "seed"), _measure, within, Recipe("normal"))

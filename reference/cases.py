@@ -1,0 +1,49 @@
+"""What the cases of layers that are cut along one axis have in common."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from reference.dtypes import Format, format_of
+from reference.mesh import Mesh
+from reference.recipe import EXACT_KINDS
+
+
+class AlongAxis:
+    """A case with a mesh, an axis of it, and a dtype.
+
+    The ranks along the axis work together; those that differ in other coordinates are replicas with data of their own.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def mesh(self) -> Mesh: ...
+        @property
+        def axis(self) -> str: ...
+        @property
+        def dtype(self) -> str: ...
+
+    @property
+    def format(self) -> Format:
+        return format_of(self.dtype)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks do the same on other data."""
+        return tuple(name for name in self.mesh.names if name != self.axis)
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.size // self.parallel_size
+
+    @property
+    def parallel_size(self) -> int:
+        """The number of ranks that work together."""
+        return self.mesh.axis_size(self.axis)
+
+
+def all_exact(recipes: Any) -> bool:
+    """Whether every tensor's data is such that no sum rounds, so that results must equal one process bit by bit."""
+    return all(getattr(recipes, f.name).kind in EXACT_KINDS for f in fields(recipes))
