@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
+from harness.candidates import megatron_core_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
@@ -29,6 +30,7 @@ from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
+from reference.transformer import TransformerCase
 
 if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
@@ -71,6 +73,7 @@ class MegatronCore(WithKnownFaults):
         "collectives_any_axis",
         "embedding_sequence_parallel",
         "cross_entropy_megatron_smoothing",
+        *transformer.FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -114,6 +117,8 @@ class MegatronCore(WithKnownFaults):
         return ranks
 
     def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if isinstance(case, TransformerCase):
+            return transformer.traffic(case, needed)
         if not isinstance(case, LinearCase):
             return needed
         if case.kind == "column" and case.trained and "input" not in case.trained:
@@ -205,6 +210,20 @@ class MegatronCore(WithKnownFaults):
             return found
 
         return Sharded(loss)
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        if case.kv_heads < case.parallel_size and case.axis != "tp":
+            self.known_fault("attention with fewer key/value heads than ranks: gathers over the default tp group")
+        if case.recompute == "full" and case.trains and not case.input_requires_grad:
+            self.known_fault("full recomputation with an input that needs no gradient: nothing in the layer trains")
+        group = self.group((case.axis,))
+        assert group is not None
+        return transformer.transformer_layer(case, group)
+
+    def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
+        group = self.group((case.axis,))
+        assert group is not None
+        return transformer.dropout_masks(case, group)
 
     def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(
