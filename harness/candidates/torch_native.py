@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from harness.candidate import Sharded
+from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.groups import device_mesh
 from reference.cross_entropy import CrossEntropyCase
@@ -29,6 +30,7 @@ from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
+from reference.transformer import TransformerCase
 
 
 class TorchNative(WithKnownFaults):
@@ -51,6 +53,7 @@ class TorchNative(WithKnownFaults):
         "cross_entropy_reduced",
         "cross_entropy_ignore_index",
         "cross_entropy_refuses_targets",
+        *transformer.FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -129,6 +132,18 @@ class TorchNative(WithKnownFaults):
             return found.to_local().reshape(targets.shape if case.reduction == "none" else ())
 
         return Sharded(loss)
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        if case.parallel_size == 1:
+            one_by_one = case.ffn == 1 and any(sequences == 1 for _, sequences in case.leading)
+            if one_by_one or (case.bias and 1 in (case.ffn, case.kv_heads * case.head_size)):
+                self.known_fault("a layer of one feature, on one rank: raises in DTensor's view")
+        layer = transformer.parallel_layer(case, self.device_mesh[case.axis])
+        parameters, layouts = transformer.parameters(case, layer)
+        masks = iter(transformer.masks(case))
+        return Sharded(
+            layer, forward=lambda x: layer(x, next(masks)), parameters=parameters, read_grad=_gradient, **layouts
+        )
 
 
 @functools.cache
