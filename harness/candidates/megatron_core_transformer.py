@@ -1,8 +1,8 @@
 """Megatron-Core's transformer block of one layer, by its local spec: without Transformer Engine and APEX, on CPU.
 
-Two things of a GPU's are presented by the CPU, and nothing of the arithmetic. Its random streams switch the generator of
-the device: here they switch the CPU's, which forward has to itself. Its norms come from APEX, or refuse sequence
-parallelism: torch's are put in the spec, with their parameters marked as its own are.
+Its norms come from APEX, or refuse sequence parallelism: torch's are put in the spec, their parameters marked as those
+of its own are. Its random streams switch the generator of the device: here the CPU's, which forward has to itself.
+Nothing of the arithmetic is touched.
 
 Its trainer sums over tp what the layer leaves to it: so does ``finish``, by the library's own function.
 
@@ -12,9 +12,8 @@ Not offered: main_grad (a CUDA kernel of APEX), rotary embedding in fp64 (its an
 from __future__ import annotations
 
 import importlib.util
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,20 +22,22 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from harness.candidate import NotOffered, PartOf, Sharded
+from harness.candidates.megatron_core_on_cpu import Generator
 from reference.attention import visible_keys
-from reference.layout import Layout, Split, Whole
+from reference.layout import Split, Whole
 from reference.traffic import Transfer, gathers, reduce_scatters
 from reference.transformer import TransformerCase, shapes
 
 if importlib.util.find_spec("megatron") is not None:
-    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_block import TransformerBlock
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Transformer Engine and APEX, as in megatron_core.py
+        from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.transformer_block import TransformerBlock
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
 FEATURES = (
     "transformer_gqa",
@@ -63,7 +64,7 @@ def transformer_layer(case: TransformerCase, group: dist.ProcessGroup) -> Sharde
     masks = iter([_mask(case, m) for m in range(len(case.leading))])
     # What finalize_model_grads does beside is about replicas, stages and embeddings.
     chunk = SimpleNamespace(module=block, ddp_config=SimpleNamespace(use_megatron_fsdp=False))
-    generator, rotary = _Generator(case.seed, group.rank()), _rotary(case, block)
+    generator, rotary = Generator(case.seed, group.rank()), _rotary(case, block)
 
     def forward(x: torch.Tensor) -> Any:
         with generator.current():
@@ -81,7 +82,7 @@ def transformer_layer(case: TransformerCase, group: dist.ProcessGroup) -> Sharde
 def dropout_masks(case: TransformerCase, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """What the layer makes of ones at the places of its dropouts, in a forward of its own."""
     block, found = _block(case, group), dict[str, torch.Tensor]()
-    layer, generator = block.layers[0], _Generator(case.seed, group.rank())
+    layer, generator = block.layers[0], Generator(case.seed, group.rank())
     dropout, add = layer.self_attention.core_attention.attention_dropout, layer.self_attn_bda
 
     def adding(*how: bool) -> Callable[..., torch.Tensor]:
@@ -196,7 +197,7 @@ def _mask(case: TransformerCase, m: int) -> torch.Tensor | None:
     return torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1) if case.mask == "causal" else None
 
 
-def _parameters(case: TransformerCase, block: Any, rank: int) -> tuple[dict[str, Any], dict[str, Layout]]:
+def _parameters(case: TransformerCase, block: Any, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by their names, and how each is cut."""
     (layer,) = block.layers
     attention, mlp = layer.self_attention, layer.mlp
@@ -210,7 +211,7 @@ def _parameters(case: TransformerCase, block: Any, rank: int) -> tuple[dict[str,
         modules["gate"] = mlp.linear_fc1
         parts |= {"gate": lambda w: w.chunk(2)[0], "up": lambda w: w.chunk(2)[1]}
     parameters: dict[str, Any] = {}
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, Any] = {}
     for full in shapes(case):
         name, _, kind = full.rpartition("_")
         tensor = getattr(modules[name], kind)
@@ -229,36 +230,10 @@ def _picks(rows: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _rows(case: TransformerCase) -> dict[str, list[list[int]]]:
-    """Of each rank's rows of the fused weight, those that are queries, keys and values. The whole has the groups one
-    after the other, each the queries of its heads, then its key and its value; it is cut evenly, wherever that falls."""
+    """Of each rank's rows of the fused weight, those that are queries, keys and values. The whole has one group after
+    the other, each the queries of its heads, then its key and its value; it is cut evenly, wherever that falls."""
     group = ["q"] * (case.heads // case.kv_heads) + ["k", "v"]
     whole = [name for head in group * case.kv_heads for name in [head] * case.head_size]
     each = len(whole) // case.parallel_size
     pieces = [whole[rank * each : (rank + 1) * each] for rank in range(case.parallel_size)]
     return {name: [[i for i, row in enumerate(own) if row == name] for own in pieces] for name in ("q", "k", "v")}
-
-
-class _Generator:
-    """The random state of the device, which is the CPU's while it is current."""
-
-    def __init__(self, seed: int, rank: int) -> None:
-        present_the_cpu_generator_as_the_devices()
-        with torch.random.fork_rng(devices=[]):
-            random.model_parallel_cuda_manual_seed(seed, tp_rank=rank)
-            self.state = torch.get_rng_state()
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.state)
-            yield
-            self.state = torch.get_rng_state()
-
-
-def present_the_cpu_generator_as_the_devices() -> None:
-    """What Megatron-Core's random streams save, set and seed is then the CPU's generator."""
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # that the CPU's generator was used

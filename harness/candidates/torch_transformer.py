@@ -1,6 +1,6 @@
-"""A pre-norm transformer layer in plain torch, and the plan that cuts it: as torch's tutorial on tensor parallelism does,
-with heads and ffn cut, and the norms over the tokens under sequence parallelism. Norms of heads are cut over the heads, as
-torchtitan does.
+"""A pre-norm transformer layer in plain torch, and the plan that cuts it, as torch's tutorial on tensor parallelism
+does: heads and ffn are cut, and the tokens of norms under sequence parallelism. Norms of heads are cut over the heads,
+as in torchtitan.
 
 Inside, tensors are the rank's own: what is under test are the styles, their layouts, and the gradients of DTensor.
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from reference.attention import ROTARY_BASE, visible_keys
-from reference.layout import Layout, Split, Whole
+from reference.layout import Split, Whole
 from reference.transformer import TransformerCase, shapes
 from reference.transformer_layer import EPS
 
@@ -95,7 +95,9 @@ class Layer(nn.Module):
         self.recomputed = case.recompute == "full"
 
     def forward(self, x: torch.Tensor, mask: Masks) -> torch.Tensor:
-        made: torch.Tensor = checkpoint(self._run, x, mask, use_reentrant=False) if self.recomputed else self._run(x, mask)
+        made: torch.Tensor = (
+            checkpoint(self._run, x, mask, use_reentrant=False) if self.recomputed else self._run(x, mask)
+        )
         return made
 
     def _run(self, x: torch.Tensor, mask: Masks) -> torch.Tensor:
@@ -106,6 +108,13 @@ class Layer(nn.Module):
 
 def parallel_layer(case: TransformerCase, mesh: DeviceMesh) -> Layer:
     """The layer of the case, cut over the mesh."""
+    layer = parallelize_module(Layer(case), mesh, plan_of(case))
+    assert isinstance(layer, Layer)
+    return layer
+
+
+def plan_of(case: TransformerCase) -> dict[str, ParallelStyle]:
+    """The style of each module."""
     outside = Shard(0) if case.sequence_parallel else Replicate()
     inside = Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -113,7 +122,8 @@ def parallel_layer(case: TransformerCase, mesh: DeviceMesh) -> Layer:
         "attention": PrepareModuleInput(input_layouts=(outside, None), desired_input_layouts=(inside, None)),
         "mlp": PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(inside,)),
     }
-    for name in ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate"):
+    gate = ("mlp.gate",) if case.activation == "swiglu" else ()
+    for name in ("attention.q", "attention.k", "attention.v", "mlp.up", *gate):
         plan[name] = ColwiseParallel()
     for name in ("attention.o", "mlp.down"):
         plan[name] = RowwiseParallel(output_layouts=outside)
@@ -122,17 +132,13 @@ def parallel_layer(case: TransformerCase, mesh: DeviceMesh) -> Layer:
     if case.qk_norm:
         for name in ("attention.q_norm", "attention.k_norm"):
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
-    if case.activation != "swiglu":
-        del plan["mlp.gate"]
-    layer = parallelize_module(Layer(case), mesh, plan)
-    assert isinstance(layer, Layer)
-    return layer
+    return plan
 
 
-def parameters(case: TransformerCase, layer: Layer) -> tuple[dict[str, Any], dict[str, Layout]]:
+def parameters(case: TransformerCase, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by their names, and how each is cut."""
     parts = dict(layer.named_children()) | dict(layer.attention.named_children()) | dict(layer.mlp.named_children())
-    found, layouts = {}, dict[str, Layout]()
+    found, layouts = dict[str, Any](), dict[str, Any]()
     for full in shapes(case):
         name, _, kind = full.rpartition("_")
         found[full] = getattr(parts[name], kind)
