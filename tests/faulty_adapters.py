@@ -4,13 +4,16 @@ looks must not hold."""
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from harness import PartOf, Sharded
-from harness.candidates import torch_transformer
+from harness.candidates import megatron_core_transformer, torch_transformer
 from harness.candidates.megatron_core import MegatronCore
+from harness.candidates.megatron_core_on_cpu import Generator
 from harness.candidates.torch_native import TorchNative
 from reference.collectives import CollectivesCase
 from reference.transformer import TransformerCase
@@ -48,6 +51,28 @@ class MegatronUpForGate(MegatronCore):
             made.parameters["up_weight"] = PartOf(fused.tensor, lambda w: w.chunk(2)[0])
             made.parameters["gate_weight"] = PartOf(fused.tensor, lambda w: w.chunk(2)[1])
         return made
+
+
+class MegatronOneStream(MegatronCore):
+    """All ranks seed their own stream alike."""
+
+    name: ClassVar[str] = "megatron-core, one stream"
+
+    def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
+        with patch.object(megatron_core_transformer, "Generator", lambda seed, rank: Generator(seed, 0)):
+            return super().dropout_masks(case)
+
+
+class MegatronForgetful(MegatronCore):
+    """Recomputation goes on with the random state that it finds."""
+
+    name: ClassVar[str] = "megatron-core, forgetful"
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        from megatron.core.tensor_parallel import random
+
+        random._set_all_rng_states = lambda *_: None
+        return super().transformer_layer(case)
 
 
 class TorchUnreduced(TorchNative):

@@ -60,6 +60,18 @@ PLAIN = TransformerCase(Mesh.of(tp=2), 8, 4, 2, 4, ((4, 1), (2, 2)), bias=True)
         ("megatron-core", "MegatronUnfinished", {"qk_norm": True, "hidden": 16}, "covers only the rank's own heads"),
         ("megatron-core", "MegatronKeysForValues", {}, "output[0] differs from one process"),
         ("megatron-core", "MegatronUpForGate", {"activation": "swiglu"}, "output[0] differs from one process"),
+        (
+            "megatron-core",
+            "MegatronOneStream",
+            {"dropout": 0.5},
+            "mask of sharded regions is the same on rank",
+        ),
+        (
+            "megatron-core",
+            "MegatronForgetful",
+            {"dropout": 0.5},
+            "recomputation draws other dropout masks",
+        ),
         ("torch", "TorchUnreduced", {"sequence_parallel": True}, "covers only the rank's own tokens"),
         ("torch", "TorchHeadNormsUnplanned", {"qk_norm": True, "hidden": 16}, "covers only the rank's own heads"),
     ],
