@@ -121,7 +121,8 @@ class MegatronCore(WithKnownFaults):
             return transformer.traffic(case, needed)
         if not isinstance(case, LinearCase):
             return needed
-        if case.kind == "column" and case.trained and "input" not in case.trained:
+        apart = {"bias"} if case.skip_bias_add else set()  # the caller adds it: no gradient comes to the layer
+        if case.kind == "column" and "input" not in case.trained and case.trained - apart:
             # A column layer reduces the gradient of its input also where nobody wants it.
             return with_input_gradient(case, needed)
         return needed
