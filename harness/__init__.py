@@ -6,7 +6,7 @@ The public names. Importing this imports neither torch nor Hypothesis: the comma
 import importlib
 from typing import TYPE_CHECKING
 
-from harness.candidate import Candidate, NotOffered, Sharded
+from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
 
@@ -20,6 +20,7 @@ __all__ = [
     "Each",
     "Mesh",
     "NotOffered",
+    "PartOf",
     "Partial",
     "Sharded",
     "Split",

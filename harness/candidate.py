@@ -29,6 +29,19 @@ class NotOffered(Exception):
     rejected, never as passed."""
 
 
+class PartOf:
+    """A parameter that the module holds as part of a larger tensor, such as the queries of one fused weight for
+    queries, keys and values.
+
+    take: picks the parameter out of a tensor of the rank's own shape: cuts, views, permutes, indexes, and nothing else.
+        It is asked for the parameter's values and for its gradient, ``PartOf(qkv, lambda w: w[:n])``.
+    """
+
+    def __init__(self, tensor: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.tensor = tensor
+        self.take = take
+
+
 class Sharded:
     """A built module, and how its parameters are cut.
 
@@ -37,12 +50,13 @@ class Sharded:
 
     forward: called instead of ``module`` with the inputs, where the module wants or returns something else than the
         subject's tensors.
-    parameters: the tensor behind a name, where it is not the module's attribute of that name.
+    parameters: the tensor behind a name, where it is not the module's attribute of that name; or the `PartOf` a tensor
+        that holds several.
     grads: the layout of a gradient, of a parameter or an input, where it is not that of the tensor itself:
         ``{"bias": Partial("tp")}`` for a gradient that the trainer sums over tp later.
     inputs, outputs: layouts of the tensors that go in and come out, where they are not what the subject expects. Of a
         partial tensor every rank has the whole gradient.
-    read_grad: reads the gradient of a parameter (default: ``main_grad`` where the case asks for it, else ``grad``).
+    read_grad: reads the gradient of a tensor (default: ``main_grad`` where the case asks for it, else ``grad``).
     finish: called once after the last backward, for what a trainer does then before it uses the gradients.
     """
 
@@ -51,7 +65,7 @@ class Sharded:
         module: Callable[..., Any],
         *,
         forward: Callable[..., Any] | None = None,
-        parameters: Mapping[str, torch.Tensor] | None = None,
+        parameters: Mapping[str, torch.Tensor | PartOf] | None = None,
         grads: Mapping[str, Layout] | None = None,
         inputs: Mapping[str, Layout] | None = None,
         outputs: Mapping[str, Layout] | None = None,
@@ -76,8 +90,8 @@ class Sharded:
         self.finish = finish
         self.parameters = dict(parameters or {})
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """The tensor behind a name. Raises AttributeError naming what the module has."""
+    def parameter(self, name: str) -> torch.Tensor | PartOf:
+        """What is behind a name. Raises AttributeError naming what the module has."""
         found = self.parameters.get(name, getattr(self.module, name, None))
         if found is None:
             known = [n for n, _ in getattr(self.module, "named_parameters", list)()]
@@ -85,7 +99,7 @@ class Sharded:
                 f"the built module has no parameter {name!r} (it has: {', '.join(known) or 'none'}); "
                 f"pass it with Sharded(..., parameters={{{name!r}: tensor}})"
             )
-        tensor: torch.Tensor = found
+        tensor: torch.Tensor | PartOf = found
         return tensor
 
 

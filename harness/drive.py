@@ -11,6 +11,7 @@ import torch
 
 from harness.candidate import Sharded
 from harness.exercise import Exercise, MicroBatch
+from harness.held import Held, held, require_apart
 from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
@@ -71,21 +72,20 @@ class _Drive:
     layouts: dict[str, Layout] = field(default_factory=dict)
 
     def run(self) -> Observation:
-        with phase("build"):
-            held = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
-        for name, parameter in held.items():
+        parameters = self._held()
+        for name, parameter in parameters.items():
             self.tensors[f"{name}.initial"] = initial(name, parameter)
             if name in self.sharded.layouts:
                 self.layouts[f"{name}.initial"] = self.sharded.layouts[name]
         if self.exercise.only_initial:
             return Observation(self.tensors, self.layouts)
         self.purity = Purity()
-        self._load(held)
+        self._load(parameters)
         self._micro_batches()
         if self.sharded.finish is not None and self.exercise.backward != "never":
             with phase("finish"), self._sending("finish", 0):
                 self.sharded.finish()
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             self._read_gradient(name, parameter)
         self.purity.release()
         said, names = self.sharded, self.exercise.names
@@ -104,22 +104,25 @@ class _Drive:
 
     def first_forward(self) -> None:
         self.purity = Purity()
-        with phase("build"):
-            held = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
-        self._load(held)
+        self._load(self._held())
         self._forward(0)
 
-    def _load(self, held: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in held.items():
+    def _held(self) -> dict[str, Held]:
+        with phase("build"):
+            found = {name: self.sharded.parameter(name) for name in self.exercise.parameters}
+        return {name: held(name, parameter) for name, parameter in found.items()}
+
+    def _load(self, parameters: Mapping[str, Held]) -> None:
+        require_apart(parameters, {name: given.requires_grad for name, given in self.exercise.parameters.items()})
+        for name, parameter in parameters.items():
             given, layout = self.exercise.parameters[name], layout_of(name, self.sharded)
             shape, what = tuple(given.values.shape), f"parameter {name}"
-            part, local = self.exercise.window(what, shape, layout).take(given.values), as_local(parameter)
+            part, local = self.exercise.window(what, shape, layout).take(given.values), parameter.local()
             require_parameter(name, local, layout, shape, tuple(part.shape), self.exercise.dtype)
             with phase(f"setting {what}"):
-                with torch.no_grad():
-                    local.copy_(part)
-                parameter.requires_grad_(given.requires_grad)
-            self.purity.watch(what, local)
+                parameter.fill(part)
+                parameter.tensor.requires_grad_(given.requires_grad)
+            self.purity.watch(what, as_local(parameter.tensor), parameter.of)
 
     def _micro_batches(self) -> None:
         """Forwards and backwards in the order that the exercise asks for."""
@@ -190,16 +193,16 @@ class _Drive:
             self.tensors[f"{name}.grad"] = None if value.grad is None else local_tensor(f"{name}.grad", value.grad)
         self.purity.release(done)
 
-    def _read_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        what, exercise = f"{name}.grad", self.exercise
+    def _read_gradient(self, name: str, parameter: Held) -> None:
+        what, exercise, tensor = f"{name}.grad", self.exercise, parameter.tensor
         with phase(f"reading {what}"):
             if self.sharded.read_grad is not None:
-                found = self.sharded.read_grad(parameter)
+                found = self.sharded.read_grad(tensor)
             else:
-                found = getattr(parameter, "main_grad", None) if exercise.main_grad else parameter.grad
-        read = None if found is None else local_tensor(what, found)
+                found = getattr(tensor, "main_grad", None) if exercise.main_grad else tensor.grad
+        read = None if found is None else local_tensor(what, parameter.gradient(what, found))
         # A buffer exists also for a parameter that gets no gradient: untouched, it is none.
-        trains = exercise.trains and parameter.requires_grad
+        trains = exercise.trains and tensor.requires_grad
         if found is not None and exercise.main_grad and not trains and not bool(found.any()):
             read = None
         self.tensors[what] = read

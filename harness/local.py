@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,21 +67,23 @@ class Purity:
     """Watches what a candidate must leave alone: parameters, inputs and outputs, the random state, torch's defaults."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._watched: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
         self._random = torch.get_rng_state()
         self._dtype = torch.get_default_dtype()
         self._device = torch.get_default_device()
         self._problems: list[str] = []
 
-    def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """From now on the tensor must keep its bits, until it is released."""
-        self._watched[name] = tensor, tensor.detach().clone()
+    def watch(
+        self, name: str, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole
+    ) -> None:
+        """From now on the tensor, or part of it, must keep its bits, until it is released."""
+        self._watched[name] = lambda: part(tensor.detach()), part(tensor.detach()).clone()
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Compares what was watched, all or by name, with its copy, bit for bit, and lets go of it."""
         for name in list(self._watched if names is None else names):
-            tensor, copy = self._watched.pop(name)
-            if not _same_bits(tensor.detach(), copy):
+            now, copy = self._watched.pop(name)
+            if not _same_bits(now(), copy):
                 self._problems.append(f"changed {name} in place")
 
     def report(self) -> Iterator[str]:

@@ -11,7 +11,8 @@ import torch
 
 from harness.candidate import Sharded
 from harness.exercise import Names
-from harness.local import WrongAdapter, WrongResult, local_tensor
+from harness.held import Held
+from harness.local import WrongAdapter, WrongResult, local_tensor, require_values
 from harness.observation import LocalTensor
 from reference.layout import Layout, layout_text
 
@@ -54,10 +55,11 @@ def layout_of(name: str, sharded: Sharded) -> Layout:
     return sharded.layouts[name]
 
 
-def initial(name: str, parameter: torch.Tensor) -> LocalTensor:
+def initial(name: str, parameter: Held) -> LocalTensor:
     """A parameter as it was built. Raises WrongAdapter where it has no values that can be read and set."""
     try:
-        return local_tensor(f"parameter {name}", parameter)
+        require_values(f"parameter {name}", parameter.tensor)
+        return local_tensor(f"parameter {name}", parameter.local())
     except WrongResult as error:
         raise WrongAdapter(f"{error}: build it so, or pass another with Sharded(..., parameters=...)") from None
 

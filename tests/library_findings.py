@@ -58,6 +58,17 @@ def initialize_megatron():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
 
 
+def present_the_cpu():
+    """Where there is no GPU, buffers are allocated on the CPU, and the device's random streams are the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.get_rng_state, torch.cuda.manual_seed = torch.get_rng_state, torch.manual_seed
+        random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
 def megatron_loss(logits, target, label_smoothing):
     """The loss of one token; the logits are the rank's own."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -101,8 +112,7 @@ def megatron_column(out_features, **options):
 
     n = dist.get_world_size()
     initialize_megatron()
-    if not torch.cuda.is_available():
-        torch.cuda.current_device = lambda: torch.device("cpu")  # where it allocates the gathered output
+    present_the_cpu()
     config = ModelParallelConfig(tensor_model_parallel_size=n, use_cpu_initialization=True)
     return ColumnParallelLinear(3, out_features, config=config, init_method=nn.init.ones_, **options)
 
@@ -125,6 +135,53 @@ def gathered_bias(out_features):
         layer.bias.copy_(torch.arange(local) + dist.get_rank() * local)
     y, bias = layer(torch.ones(1, 1, 3))
     return (y + bias).flatten().tolist()
+
+
+def megatron_config(**options):
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    present_the_cpu()
+    random.model_parallel_cuda_manual_seed(1)
+    return TransformerConfig(
+        hidden_size=2, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
+        masked_softmax_fusion=False, use_cpu_initialization=True, **options,
+    )  # fmt: skip
+
+
+def other_groups_keys():
+    """On four ranks, two and two, an attention that is given the groups across: two heads that share a key and a value,
+    all of one feature. The rows of the fused weight give 1 and 2, the queries, then 3, the key, and 4, the value.
+    Returns what a rank takes for its query, the key and the value."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    groups = ProcessGroupCollection(tp=parallel_state.get_data_parallel_group(), cp=None)
+    config = megatron_config(num_layers=1, num_query_groups=1, tensor_model_parallel_size=2, add_bias_linear=False)
+    spec = get_gpt_layer_local_spec().submodules.self_attention
+    attention = build_module(spec, config=config, layer_number=1, pg_collection=groups)
+    with torch.no_grad():
+        attention.linear_qkv.weight[:] = 2 * groups.tp.rank() + torch.tensor([[1.0], [2.0]])
+    found = attention.get_query_key_value_tensors(torch.tensor([[[1.0, 0.0]]]))
+    return [x.item() for x in found]
+
+
+def frozen_input(needs_gradient=False):
+    """Which of two layers get a gradient, where the first is computed again in backward."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    initialize_megatron()
+    again = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    config = megatron_config(num_layers=2, **again)
+    block = TransformerBlock(config, get_gpt_layer_local_spec(), post_layer_norm=False)
+    x = torch.ones(1, 1, 2, requires_grad=needs_gradient)
+    block(x, torch.zeros(1, 1, 1, 1, dtype=torch.bool)).sum().backward()
+    return [layer.mlp.linear_fc1.weight.grad is not None for layer in block.layers]
 
 
 if __name__ == "__main__":

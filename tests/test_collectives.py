@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cases, check, verify
+from harness.bench import Bench
+from harness.properties.collectives import COLLECTIVES
+from reference.collectives import CollectivesCase
+from reference.mesh import Mesh
 
 
-@pytest.mark.parametrize("candidate", ["builtin", "megatron-core"])
+@pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
 @given(data=st.data())
 def test_collectives_compute_what_one_process_computes(candidate: str, data: st.DataObject) -> None:
     check("collectives", candidate, data.draw(cases("collectives", candidate)))
@@ -33,3 +39,13 @@ def test_a_planted_fault_is_found(mutant: str) -> None:
     assert max(map(sum, case.shapes)) <= 4, case
     found = [finding for failure in row.failures for finding in failure.verdict.findings]
     assert any(CAUSES[mutant] in f"{finding.message} {finding.cause} {finding.details}" for finding in found), found
+
+
+def test_a_copy_whose_gradient_is_not_summed_is_found() -> None:
+    """The adapter of torch, with ``to_local`` not told that its gradient is partial."""
+    case = CollectivesCase(Mesh.of(tp=2), "copy", ((2, 2),))
+    with Bench("torch") as right:
+        assert right.check(COLLECTIVES, case).verdict.holds
+    with Bench(f"{Path(__file__).parent / 'faulty_adapters.py'}:TorchCopyUnsummed") as wrong:
+        found = wrong.check(COLLECTIVES, case).verdict.findings
+    assert any(finding.tensor == "input[0].grad" for finding in found), found

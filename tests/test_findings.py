@@ -104,6 +104,20 @@ def test_megatron_returns_one_ranks_bias_with_the_gathered_output() -> None:
         assert "must match the size" in ending.message
 
 
+def test_megatron_takes_keys_of_another_group() -> None:
+    """Right were query 1 on ranks 0 and 1, the first of their groups, and 2 on the others; and 3 and 4 everywhere."""
+    pytest.importorskip("megatron.core")
+    assert outcome(4, "other_groups_keys").values() == [[1, 1, 2], [2, 1, 2], [3, 3, 4], [4, 3, 4]]
+
+
+@pytest.mark.parametrize(("needs_gradient", "trained"), [(False, [False, True]), (True, [True, True])])
+def test_megatron_trains_no_recomputed_layer_whose_input_needs_no_gradient(
+    needs_gradient: bool, trained: list[bool]
+) -> None:
+    pytest.importorskip("megatron.core")
+    assert outcome(1, "frozen_input", needs_gradient).values() == [trained]
+
+
 @pytest.mark.parametrize("found", REPRODUCERS, ids=lambda r: f"{r.candidate}-{r.subject}-{r.case.mesh}")
 def test_the_case_of_a_note_fails_when_it_runs_and_is_refused_or_mended_otherwise(found: Reproducer) -> None:
     if found.candidate.startswith("megatron"):
@@ -128,7 +142,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 11
+    assert len(REPRODUCERS) == 14
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])

@@ -7,12 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cases, check, verify
+from harness.bench import Bench
+from harness.properties.linear import LINEAR
+from reference.linear import LinearCase
+from reference.mesh import Mesh
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
 @given(data=st.data())
 def test_linear_layers_compute_what_one_process_computes(candidate: str, data: st.DataObject) -> None:
     check("linear", candidate, data.draw(cases("linear", candidate)))
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])
+def test_megatron_reduces_an_unwanted_gradient_where_the_layer_itself_trains(
+    frozen: tuple[str, ...],
+) -> None:
+    """A bias that the caller adds sends nothing through the layer."""
+    pytest.importorskip("megatron.core")
+    trains = {f"{name}_requires_grad": name not in frozen for name in ("weight", "bias")}
+    case = LinearCase(Mesh.of(tp=2), "column", 1, 2, bias=True, skip_bias_add=True, input_requires_grad=False, **trains)
+    with Bench("megatron-core") as made:
+        assert made.check(LINEAR, case).verdict.holds
 
 
 #: Words of the cause that the failing run names.

@@ -1,7 +1,6 @@
 """Megatron-Core's layers and process groups, on CPU.
 
-Megatron-Core asks torch.cuda for the current device where it allocates communication buffers. On a machine without a
-GPU that answer is patched to "cpu", in the rank process only; nothing else of the library is touched.
+What it asks of a GPU is answered by the CPU (megatron_core_on_cpu.py); nothing of its arithmetic is touched.
 
 Not offered: uneven features (refused by its ``divide``), main_grad (a CUDA kernel of APEX), expert parallelism as an
 axis of the default mesh (it has a mesh of its own). Of cross entropy: logits that are not contiguous (it views them),
@@ -20,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
+from harness.candidates import megatron_core_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
+from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.embedding import EmbeddingCase
@@ -29,6 +30,7 @@ from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
+from reference.transformer import TransformerCase
 
 if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
@@ -56,7 +58,7 @@ _GROUPS = {
 
 
 class MegatronCore(WithKnownFaults):
-    """megatron.core.tensor_parallel and megatron.core.parallel_state."""
+    """megatron.core's tensor_parallel, parallel_state and transformer."""
 
     name: ClassVar[str] = "megatron-core"
     requires: ClassVar[tuple[str, ...]] = ("megatron-core",)
@@ -71,6 +73,7 @@ class MegatronCore(WithKnownFaults):
         "collectives_any_axis",
         "embedding_sequence_parallel",
         "cross_entropy_megatron_smoothing",
+        *transformer.FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -82,7 +85,7 @@ class MegatronCore(WithKnownFaults):
         names = list(mesh.names)
         if size("cp") > 1 and size("pp") > 1 and names[-1] != "pp":
             raise NotOffered("initialize_model_parallel wants pp as the slowest axis beside cp")
-        _present_cpu_as_the_device()
+        present_cpu_as_the_device()
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its callers' names
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         parallel_state.initialize_model_parallel(
@@ -114,9 +117,12 @@ class MegatronCore(WithKnownFaults):
         return ranks
 
     def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if isinstance(case, TransformerCase):
+            return transformer.traffic(case, needed)
         if not isinstance(case, LinearCase):
             return needed
-        if case.kind == "column" and case.trained and "input" not in case.trained:
+        apart = {"bias"} if case.skip_bias_add else set()  # the caller adds it: no gradient comes to the layer
+        if case.kind == "column" and "input" not in case.trained and case.trained - apart:
             # A column layer reduces the gradient of its input also where nobody wants it.
             return with_input_gradient(case, needed)
         return needed
@@ -206,6 +212,16 @@ class MegatronCore(WithKnownFaults):
 
         return Sharded(loss)
 
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        if case.kv_heads < case.parallel_size and case.axis != "tp":
+            self.known_fault("attention with fewer key/value heads than ranks: gathers over the default tp group")
+        if case.recompute == "full" and case.trains and not case.input_requires_grad:
+            self.known_fault("full recomputation with an input that needs no gradient: nothing in the layer trains")
+        return transformer.transformer_layer(case, self._group(case.axis))
+
+    def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
+        return transformer.dropout_masks(case, self._group(case.axis))
+
     def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(
             tensor_model_parallel_size=case.parallel_size,
@@ -213,6 +229,11 @@ class MegatronCore(WithKnownFaults):
             use_cpu_initialization=True,
             params_dtype=case.format.torch_dtype,
         )
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        group = self.group((axis,))
+        assert group is not None
+        return group
 
     def _explicit(self, case: LinearCase | EmbeddingCase) -> dist.ProcessGroup | None:
         return self.group((case.axis,)) if case.explicit_group else None
@@ -230,8 +251,3 @@ def _probabilities_underflow(case: CrossEntropyCase) -> bool:
     smallest = math.log(torch.finfo(torch.float32).smallest_normal)
     logits = [logits for name, logits in tensors(case).items() if name.startswith("logits")]
     return any(bool((x.log_softmax(-1) < smallest).any()) for x in logits)
-
-
-def _present_cpu_as_the_device() -> None:
-    if not torch.cuda.is_available():
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]

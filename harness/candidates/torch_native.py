@@ -1,12 +1,15 @@
-"""PyTorch's own tensor parallelism: ``parallelize_module`` on a plain ``nn.Linear``.
+"""PyTorch's own tensor parallelism: ``parallelize_module`` on plain modules, and DTensor.
 
 Not offered: uneven features (``RowwiseParallel`` and the local outputs of ``ColwiseParallel`` take equal shards for
-granted), skip_bias_add, main_grad and a weight passed at call, which a plain linear does not have.
+granted), skip_bias_add, main_grad and a weight passed at call, which a plain linear does not have. Of a transformer
+layer: key/value heads that several ranks hold, for which it has no style, and dropout, for which DTensor has no random
+streams on CPU.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -20,8 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from harness.candidate import Sharded
+from harness.candidates import torch_collectives as collectives
+from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.groups import device_mesh
+from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
@@ -29,6 +35,7 @@ from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
+from reference.transformer import TransformerCase
 
 
 class TorchNative(WithKnownFaults):
@@ -51,11 +58,14 @@ class TorchNative(WithKnownFaults):
         "cross_entropy_reduced",
         "cross_entropy_ignore_index",
         "cross_entropy_refuses_targets",
+        *collectives.FEATURES,
+        *transformer.FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
 
     def open(self, mesh: Mesh) -> None:
+        warnings.filterwarnings("ignore", message="To construct DTensor")  # of torch, about itself
         # The default axis is there for layers that name none.
         named = mesh if "tp" in mesh.names else Mesh((("tp", 1), *mesh.axes))
         self.mesh = named
@@ -74,6 +84,10 @@ class TorchNative(WithKnownFaults):
             # DTensor gathers the gradient of the output for the product, also where only the bias trains.
             return with_output_gradient(case, needed)
         return needed
+
+    def collective(self, case: CollectivesCase) -> Sharded:
+        mesh, shapes = self.device_mesh[case.axis], iter(case.shapes)
+        return Sharded(lambda x: collectives.redistributed(case, mesh, x, next(shapes)))
 
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.out_features == 1 and case.bias and case.bias_requires_grad:  # so on one rank: features are even
@@ -129,6 +143,18 @@ class TorchNative(WithKnownFaults):
             return found.to_local().reshape(targets.shape if case.reduction == "none" else ())
 
         return Sharded(loss)
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        if case.parallel_size == 1:
+            one_by_one = case.ffn == 1 and any(sequences == 1 for _, sequences in case.leading)
+            if one_by_one or (case.bias and 1 in (case.ffn, case.kv_heads * case.head_size)):
+                self.known_fault("a layer of one feature, on one rank: raises in DTensor's view")
+        layer = transformer.parallel_layer(case, self.device_mesh[case.axis])
+        parameters, layouts = transformer.parameters(case, layer)
+        masks = iter(transformer.masks(case))
+        return Sharded(
+            layer, forward=lambda x: layer(x, next(masks)), parameters=parameters, read_grad=_gradient, **layouts
+        )
 
 
 @functools.cache
