@@ -121,6 +121,11 @@ class AllReduceCase:
         return divides and self.recipes.input.kind in EXACT_KINDS
 
     @property
+    def asks(self) -> str:
+        """The reduction that is asked for, which is none in a case that must be refused for that."""
+        return {"reduction": "median", "integers": "avg"}.get(self.invalid, self.reduction)
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         return tuple(name for name in self.mesh.names if name != self.axis)
 

@@ -113,7 +113,7 @@ def all_reduce_buckets(
     agreement = _agreement(request, group, tensors, check)
     if agreement is not None:
         agreement.settle()
-    return together([_begin(x, group, request, in_place, None) for x in tensors])
+    return together([_begin(x, group, request, in_place, None) for x in tensors], group)
 
 
 def reduce_scatter(

@@ -2,8 +2,8 @@
 
 What is begun is on the wire with its first step, or with the check before it; the others follow when somebody waits.
 Whoever waits ends first what was begun before: so ranks may wait in different orders and still do the same things in
-the same order, and none waits for a rank that waits for it. Messages of one reduction have a tag of their own, which
-gloo heeds; NCCL matches by order.
+the same order, and none waits for a rank that waits for it. Messages of one reduction have a tag of their own. A
+backend that matches messages by their order alone, as NCCL does, carries one reduction after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Handle:
         self._works: Sequence[Work] = ()
         self._error: Exception | None = None
         self.done = False
-        if agreement is None:
+        if agreement is None and heeds_tags(group):
             self._next()
 
     def wait(self) -> torch.Tensor:
@@ -128,9 +128,14 @@ def end_all(group: ProcessGroup) -> None:
         queue[0].end()
 
 
-def together(handles: Sequence[Handle]) -> list[torch.Tensor]:
+def heeds_tags(group: ProcessGroup) -> bool:
+    """Whether messages of several reductions may travel side by side."""
+    return dist.get_backend(group) == "gloo"
+
+
+def together(handles: Sequence[Handle], group: ProcessGroup) -> list[torch.Tensor]:
     """Their results. They take their steps in turns, so that while one waits the others' messages travel."""
-    while not all(handle.done for handle in handles):
+    while heeds_tags(group) and not all(handle.done for handle in handles):
         for handle in handles:
             if not handle.done:
                 handle.advance()
