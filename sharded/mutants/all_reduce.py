@@ -26,8 +26,11 @@ def _returns_what_it_did_not_reduce() -> list[Patch]:
     return [(all_reduce, "deliver", deliver)]
 
 
-def _waits_for_what_it_receives_only() -> list[Patch]:
+def _waits_for_the_first_handle_only() -> list[Patch]:
+    kept: list[Work] = []  # a message whose handle is gone is never delivered
+
     def wait_for(works: Sequence[Work]) -> None:
+        kept.extend(works[1:])
         for work in works[:1]:
             work.wait()
 
@@ -70,7 +73,7 @@ MUTANTS = (
         "all_reduce",
         "waits for the first of several send and receive handles only",
         "pytorch/pytorch#152938",
-        _waits_for_what_it_receives_only,
+        _waits_for_the_first_handle_only,
     ),
     Mutant(
         "F52", "all_reduce", "ring chunk = length // n: the tail is never reduced", "pytorch/PiPPy#478", _tail_left_out
