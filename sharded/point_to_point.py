@@ -61,11 +61,13 @@ class Handle:
     def wait(self) -> torch.Tensor:
         """The result. Ends what was begun before in the group first.
 
-        Raises ValueError, on every rank, where the ranks did not ask for the same.
+        Raises ValueError, on every rank, where the ranks did not ask for the same; then everything that was begun has
+        ended, so that a rank which waits for another one first is not left alone with it.
         """
         while not self.done:
             self._lane.queue[0].end()
         if self._error is not None:
+            end_all(self._group)
             raise self._error
         return self._deliver()
 

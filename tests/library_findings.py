@@ -41,7 +41,7 @@ def one_feature_row():
 
 
 def view_with_gaps():
-    """Every second of 0 1 2 3 (10 11 12 13 on the second rank), summed over two ranks by gloo; and all four after that."""
+    """Every second of 0 1 2 3 (10 11 12 13 on the second rank), summed over two ranks; and all four after that."""
     whole = torch.arange(4.0) + 10 * dist.get_rank()
     view = whole[::2]
     dist.all_reduce(view)

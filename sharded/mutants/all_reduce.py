@@ -26,11 +26,12 @@ def _returns_what_it_did_not_reduce() -> list[Patch]:
     return [(all_reduce, "deliver", deliver)]
 
 
-def _waits_for_the_first_handle_only() -> list[Patch]:
-    kept: list[Work] = []  # a message whose handle is gone is never delivered
+_kept: list[Work] = []  # a message whose handle is gone is never delivered, which would be another fault
 
+
+def _waits_for_the_first_handle_only() -> list[Patch]:
     def wait_for(works: Sequence[Work]) -> None:
-        kept.extend(works[1:])
+        _kept.extend(works[1:])
         for work in works[:1]:
             work.wait()
 
