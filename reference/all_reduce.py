@@ -98,6 +98,10 @@ class AllReduceCase:
             raise ValueError("an all_gather reduces nothing: expected reduction='sum' and no accumulate_fp32")
         if self.invalid and (self.operation != "all_reduce" or not self.check or self.parallel_size == 1):
             raise ValueError(f"invalid {self.invalid!r}: expected a checked all_reduce of two ranks or more")
+        if self.invalid == "number" and self.calls == "handles":
+            raise ValueError(
+                "invalid 'number' with handles: a call that a rank does not make can be seen by no other call"
+            )
         if self.invalid == "order" and len({math.prod(shape) for shape in self.shapes}) < 2:
             raise ValueError(f"invalid 'order' of shapes {self.shapes}: expected two of different lengths")
 

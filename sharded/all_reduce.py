@@ -88,7 +88,8 @@ def start_all_reduce(
 ) -> Handle:
     """Begins an all-reduce: ``wait()`` of the handle returns what `all_reduce` does, and raises what it raises.
 
-    x may be changed as soon as this returns, unless in_place.
+    x may be changed as soon as this returns, unless in_place. Every rank must begin as many as the others: one that a
+    rank does not begin is waited for in vain.
     """
     require_member(group)
     request = _request("all_reduce", [x], algorithm, reduction, accumulate_fp32)

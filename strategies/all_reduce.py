@@ -64,9 +64,10 @@ def cases(draw: st.DrawFn, scope: Scope) -> AllReduceCase:
     dtype = draw(st.sampled_from(scope.dtypes))
     refuses = scope.has("all_reduce_refuses") and not pieces and n > 1
     check = not (scope.has("all_reduce_refuses") and one_in(draw, 4))
+    handles = scope.has("all_reduce_handles") and not pieces and one_in(draw, 3)
     invalid: Invalid = ""
     if refuses and check and one_in(draw, 8):
-        invalid = draw(st.sampled_from(_invalid(shapes)))
+        invalid = draw(st.sampled_from(_invalid(shapes, handles)))
     (recipe,) = draw(recipes(1, dtype))
     if reduction in ("max", "min") and recipe.inject == "nan" and not scope.has("all_reduce_propagates_nan"):
         recipe = dataclasses.replace(recipe, inject="inf")
@@ -82,7 +83,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> AllReduceCase:
         accumulate_fp32=wide and draw(st.booleans()),
         transposed=scope.has("all_reduce_any_strides") and draw(st.sampled_from([False, True, True])),
         in_place=scope.has("all_reduce_in_place") and not pieces and draw(st.booleans()),
-        calls="handles" if scope.has("all_reduce_handles") and not pieces and one_in(draw, 3) else "together",
+        calls="handles" if handles else "together",
         check=check,
         late=one_in(draw, 6),
         invalid=invalid,
@@ -104,8 +105,10 @@ def _reductions(scope: Scope) -> list[Reduction]:
     return found
 
 
-def _invalid(shapes: tuple[Shape, ...]) -> list[Invalid]:
-    kinds: list[Invalid] = ["length", "dtype", "number", "reduction", "integers"]
+def _invalid(shapes: tuple[Shape, ...], handles: bool) -> list[Invalid]:
+    kinds: list[Invalid] = ["length", "dtype", "reduction", "integers"]
+    if not handles:
+        kinds.append("number")
     return [*kinds, "order"] if len({math.prod(shape) for shape in shapes}) > 1 else kinds
 
 

@@ -53,11 +53,7 @@ def values(group: Group, algorithm: str, dtype: torch.dtype) -> list[str]:
                 continue  # a division that rounds: test_all_reduce.py
             for form in (torch.Tensor.contiguous, spread):
                 for in_place in (False, True):
-                    x = (
-                        form(each[group.rank()].to(dtype)).clone()
-                        if form is not spread
-                        else spread(each[group.rank()].to(dtype))
-                    )
+                    x = form(each[group.rank()].to(dtype, copy=True))
                     before = x.clone()
                     label = f"{reduction} of {shape}, in_place={in_place}, {form.__name__}: "
                     found = all_reduce(x, group, reduction=reduction, algorithm=algorithm, in_place=in_place)
@@ -85,9 +81,10 @@ def whole_numbers(group: Group, algorithm: str) -> list[str]:
 
 
 def in_fp32(group: Group, algorithm: str) -> list[str]:
-    """256 + 1 is 256 in bf16: n times 1 beside a 256 is seen only where partial sums are kept in fp32."""
+    """256 + 1 is 256 in bf16: ones beside a 256 are seen only where partial sums are kept in fp32. A ring begins the
+    first piece on rank 1."""
     n = group.size()
-    x = torch.tensor([256.0 if group.rank() == 0 else 1.0]).bfloat16()
+    x = torch.tensor([256.0 if group.rank() == min(1, n - 1) else 1.0]).bfloat16()
     found = all_reduce(x, group, algorithm=algorithm, accumulate_fp32=True)
     want = torch.tensor([256.0 + (n - 1)]).bfloat16()
     problems = same("in fp32", found, want)
@@ -172,7 +169,7 @@ def refused(group: Group) -> list[str]:
     odd, last = ranks[-1], group.rank() == group.size() - 1
     three, four, two = torch.ones(3), torch.ones(4), torch.ones(2)
     calls: dict[str, tuple[Callable[[], Any], str]] = {
-        "length": (lambda: all_reduce(four if last else three, group), f"rank {odd}: .*sum, ring of 1 tensor: 4 float32"),
+        "length": (lambda: all_reduce(four if last else three, group), f"rank {odd}: .*sum, ring of 1 tensor: 4"),
         "shape": (lambda: all_reduce(torch.ones(3, 1) if last else three, group), "of other shapes"),
         "dtype": (lambda: all_reduce(three.double() if last else three, group), f"rank {odd}: .* 3 float64"),
         "order": (
