@@ -31,7 +31,6 @@ from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
 
-
 # torch 2.13 deprecates the older names; 2.6 has only those.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
