@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sharded.reductions import REDUCTIONS
-from sharded.wire import _all_gather
+from sharded.wire import all_gather_single
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 ALGORITHMS = ("ring", "halving_doubling", "tree", "parameter_server")
@@ -92,7 +92,7 @@ class Agreement:
         row = torch.tensor(request.row(), dtype=torch.int64, device=device)
         self._ranks = dist.get_process_group_ranks(group)
         self._rows = row.new_empty(len(self._ranks) * ROW)
-        self._work = _all_gather(self._rows, row, group=group, async_op=True)
+        self._work = all_gather_single(self._rows, row, group=group, async_op=True)
 
     def settle(self) -> None:
         """Waits for it. Raises ValueError, on every rank, where a rank asks for what it cannot have, or not for the

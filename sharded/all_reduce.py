@@ -7,7 +7,7 @@
 | algorithm | most bytes that one rank sends, of S | steps |
 |---|---|---|
 | ring | 2 (n - 1)/n S | 2 (n - 1) |
-| halving_doubling | the same where n is a power of two, else up to 2 S more | 2 log2(n) |
+| halving_doubling | the same where n is a power of two, else up to S more | 2 log2(n) |
 | tree | log2(n) S, at the root | 2 log2(n) |
 | parameter_server | (n - 1) S, at the server, and it receives as many | 2 (n - 1) at the server |
 
