@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_ranks import Check, integers, run_world, same, strided
 
-from sharded import mutants
+from sharded import mutants, point_to_point
 from sharded.agreement import ROW, Request
 from sharded.all_reduce import all_gather, all_reduce, all_reduce_buckets, reduce_scatter, start_all_reduce
 from sharded.cut import piece
@@ -127,6 +128,16 @@ def in_flight(group: Group, algorithm: str) -> list[str]:
     problems += same("begun before", left.wait(), wants[0]) + same("waited for twice", left.wait(), wants[0])
     problems += [] if all_reduce_buckets([], group) == [] else ["no tensor gives some"]
     return problems
+
+
+def matched_by_order(group: Group, algorithm: str) -> list[str]:
+    """The same on a backend that matches messages by their order alone: here one tag is made of all."""
+    post = point_to_point.post
+    with (
+        patch.object(point_to_point, "heeds_tags", lambda group: False),
+        patch.object(point_to_point, "post", lambda exchange, group, tag: post(exchange, group, 0)),
+    ):
+        return in_flight(group, algorithm)
 
 
 def own_pieces(group: Group) -> list[str]:
@@ -248,10 +259,11 @@ def on_ranks() -> Mapping[str, Check]:
     for name in ("tp", "dp", "world"):
         group = everyone if name == "world" else groups.group(name)
         for algorithm in ALGORITHMS:
-            for dtype in (torch.float32, torch.bfloat16) if name == "world" else (torch.float64,):
-                checks[f"values {name} {algorithm} {dtype}"] = lambda g=group, a=algorithm, d=dtype: values(g, a, d)
+            dtype = {"tp": torch.float32, "dp": torch.float64, "world": torch.bfloat16}[name]
+            checks[f"values {name} {algorithm}"] = lambda g=group, a=algorithm, d=dtype: values(g, a, d)
             for check in (whole_numbers, in_fp32, not_numbers, in_flight, overwritten):
                 checks[f"{check.__name__} {name} {algorithm}"] = lambda c=check, g=group, a=algorithm: c(g, a)
+            checks[f"in order {name} {algorithm}"] = lambda g=group, a=algorithm: matched_by_order(g, a)
         checks[f"pieces {name}"] = lambda g=group: own_pieces(g)
         checks[f"refused {name}"] = lambda g=group: refused(g)
     checks["outside"] = outside
