@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,13 @@ class Lane:
         self.queue: deque[Handle] = deque()
 
 
-_lanes: dict[str, Lane] = {}
+# By the group itself: names are used again after destroy_process_group(), and not by the same ranks.
+_lanes: WeakKeyDictionary[ProcessGroup, Lane] = WeakKeyDictionary()
 
 
 def lane_of(group: ProcessGroup) -> Lane:
-    return _lanes.setdefault(group.group_name, Lane())
+    """What is in flight in a group."""
+    return _lanes.setdefault(group, Lane())
 
 
 class Handle:

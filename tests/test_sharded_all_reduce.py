@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_ranks import Check, integers, run_world, same, strided
+from torch.distributed import distributed_c10d
 
 from sharded import mutants, point_to_point
 from sharded.agreement import ROW, Request
@@ -251,6 +252,20 @@ def outside() -> list[str]:
     return []
 
 
+def in_another_world() -> list[str]:
+    """Names of groups are used again there, by other ranks: a group that began nothing begins as on every rank."""
+    rank, n, store = dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store()
+    for half in ([0], list(range(1, n))):
+        group = dist.new_group(half)
+        if rank in half:
+            all_reduce(torch.ones(2), group, check=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=n)
+    everyone = dist.new_group(list(range(n)))
+    return same("again", all_reduce(torch.ones(2), everyone, check=False), torch.full((2,), float(n)))
+
+
 def on_ranks() -> Mapping[str, Check]:
     n = dist.get_world_size()
     groups = ProcessGroups([("tp", 2), ("dp", n // 2)]) if n % 2 == 0 else ProcessGroups([("tp", n)])
@@ -268,6 +283,7 @@ def on_ranks() -> Mapping[str, Check]:
         checks[f"refused {name}"] = lambda g=group: refused(g)
     checks["outside"] = outside
     checks["close"] = lambda: groups.close() or []
+    checks["again"] = in_another_world
     return checks
 
 
