@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> AllReduceCase:
         in_place=scope.has("all_reduce_in_place") and not pieces and draw(st.booleans()),
         calls="handles" if handles else "together",
         check=check,
-        late=one_in(draw, 6),
+        late=one_in(draw, 3),
         invalid=invalid,
         recipes=AllReduceRecipes(recipe),
     )

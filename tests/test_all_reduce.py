@@ -37,7 +37,8 @@ def test_a_planted_fault_is_found(mutant: str) -> None:
     assert row.result == "fault", f"{mutant} was not found in {row.examples} examples"
     case = row.failures[0].reproducer.case
     if mutant != "F49b":  # which waits for time to pass: what shrinks may be over before it shows
-        assert case.mesh.size <= 2, case
+        # Of three ranks at least a partial sum is rounded that is not the last: values tell F44b from there on.
+        assert case.mesh.size <= (4 if mutant == "F44b" else 2), case
         assert sum(case.lengths) <= 4, case
     found = [finding for failure in row.failures for finding in failure.verdict.findings]
     assert any(SAYS[mutant] in f"{one.message} {one.cause} {one.details}" for one in found), found
