@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.embedding import EmbeddingCase
@@ -154,6 +155,11 @@ class Candidate:
 
     def collective(self, case: CollectivesCase) -> Sharded:
         """Subject collectives: a differentiable collective: ``Sharded(function)`` of one tensor."""
+        raise NotImplementedError
+
+    def all_reduce(self, case: AllReduceCase) -> Sharded:
+        """Subject all_reduce: ``Sharded(function)`` of the case's tensors, one argument each, which returns as many
+        results."""
         raise NotImplementedError
 
     def column_linear(self, case: LinearCase) -> Sharded:

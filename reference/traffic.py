@@ -38,6 +38,20 @@ class Transfer:
         return (self.elements if self.least is None else self.least) <= elements <= self.elements
 
 
+@dataclass(frozen=True)
+class Load:
+    """What one rank sends to others and receives from them point to point: elements or bytes."""
+
+    sent: int
+    received: int
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.sent + other.sent, self.received + other.received)
+
+    def times(self, factor: int) -> Load:
+        return Load(self.sent * factor, self.received * factor)
+
+
 def gathers(
     phase: Phase, micro_batch: int, axis: str, dtype: str, length: int, rest: int, parts: int, optional: bool = False
 ) -> Transfer:

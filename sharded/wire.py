@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from sharded.cut import cut, piece
 
 # torch 2.13 deprecates the older names; 2.6 has only those.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -62,7 +62,7 @@ def gathered(x: torch.Tensor, group: ProcessGroup, dim: int, length: int | None 
     lengths = cut(length, n)
     front = padded(x.movedim(dim, 0), lengths[0])
     joined = front.new_empty(n * lengths[0], *front.shape[1:])
-    _all_gather(joined, front, group=group)
+    all_gather_single(joined, front, group=group)
     if lengths[0] != lengths[-1]:
         joined = torch.cat([part[:k] for part, k in zip(joined.chunk(n), lengths, strict=True)])
     return joined.movedim(0, dim).contiguous()

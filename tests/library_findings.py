@@ -40,6 +40,14 @@ def one_feature_row():
     layer(torch.ones(2, 1, 1))
 
 
+def view_with_gaps():
+    """Every second of 0 1 2 3 (10 11 12 13 on the second rank), summed over two ranks; and all four after that."""
+    whole = torch.arange(4.0) + 10 * dist.get_rank()
+    view = whole[::2]
+    dist.all_reduce(view)
+    return view.tolist(), whole.tolist()
+
+
 def parallel_loss(classes, *targets):
     """The loss of each target, where all classes are alike: log(classes)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -56,6 +56,13 @@ def test_torch_cannot_run_a_layer_of_one_feature_on_one_rank(name: str) -> None:
     assert "would remove or reshape sharded dimension" in ending.message
 
 
+def test_gloo_reduces_what_lies_between_the_elements_of_a_view() -> None:
+    """The sums are 10 and 14, and the elements between should stay."""
+    first, second = outcome(2, "view_with_gaps").values()
+    assert first == ([10.0, 2.0], [10.0, 12.0, 2.0, 3.0])
+    assert second == ([10.0, 12.0], [10.0, 12.0, 12.0, 13.0])
+
+
 def test_torch_gives_no_loss_for_a_target_out_of_range() -> None:
     for losses in outcome(2, "parallel_loss", 4, 0, 4, -1, 7).values():
         assert losses == [pytest.approx(math.log(4)), 0, 0, 0]
@@ -142,7 +149,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 14
+    assert len(REPRODUCERS) == 15
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+import strategies.all_reduce
 import strategies.collectives
 import strategies.cross_entropy
 import strategies.embedding
 import strategies.linear
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
+from reference.all_reduce import AllReduceCase
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -22,8 +24,9 @@ from reference.embedding import EmbeddingCase
 from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.traffic import Transfer
 from reference.transformer import TransformerCase, shapes
-from sharded import collectives
+from sharded import agreement, all_reduce, collectives
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.embedding import VocabParallelEmbedding
@@ -51,11 +54,13 @@ class Builtin(Candidate):
         for subject in (
             strategies.linear,
             strategies.collectives,
+            strategies.all_reduce,
             strategies.embedding,
             strategies.cross_entropy,
             strategies.transformer,
         )
         for feature in subject.FEATURES
+        if feature != "all_reduce_library"
     )
     initialization = "full"
 
@@ -105,6 +110,38 @@ class Builtin(Candidate):
             "reduce_scatter": lambda x: collectives.reduce_scatter_to_group(x, group, dim),
         }
         return Sharded(functions[case.kind])
+
+    def all_reduce(self, case: AllReduceCase) -> Sharded:
+        group, n = self.groups.group(case.axis), len(case.shapes)
+        once: dict[str, Any] = {"check": case.check}
+        reduced = {**once, "reduction": case.asks, "accumulate_fp32": case.accumulate_fp32}
+        options = {**reduced, "algorithm": case.algorithm, "in_place": case.in_place}
+
+        def handles(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            begun = [all_reduce.start_all_reduce(x, group, **options) for x in tensors]
+            # Every second rank waits for the last one first.
+            order = begun[::-1] if group.rank() % 2 else begun
+            found = [handle.wait() for handle in order]
+            return found[::-1] if group.rank() % 2 else found
+
+        if case.operation == "reduce_scatter":
+            return Sharded(lambda *tensors: [all_reduce.reduce_scatter(x, group, **reduced) for x in tensors])
+        if case.operation == "all_gather":
+            lengths = case.lengths
+            return Sharded(
+                lambda *tensors: [all_reduce.all_gather(tensors[m], group, lengths[m], **once) for m in range(n)]
+            )
+        if case.calls == "handles":
+            return Sharded(handles)
+        return Sharded(lambda *tensors: all_reduce.all_reduce_buckets(tensors, group, **options))
+
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if not isinstance(case, AllReduceCase) or not case.check or case.parallel_size == 1:
+            return needed
+        # The ranks agree first: once for all tensors of one call.
+        calls = 1 if case.operation == "all_reduce" and case.calls == "together" else len(case.shapes)
+        agree = Transfer("forward", 0, "all_gather", case.axis, agreement.ROW, "int64")
+        return [*needed, *[agree] * calls]
 
     def column_linear(self, case: LinearCase) -> Sharded:
         layer = ColumnParallelLinear(

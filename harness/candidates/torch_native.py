@@ -27,6 +27,7 @@ from harness.candidates import torch_collectives as collectives
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.groups import device_mesh
+from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
@@ -36,6 +37,10 @@ from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
+
+# torch 2.13 deprecates the older names; 2.6 has only those.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchNative(WithKnownFaults):
@@ -51,6 +56,15 @@ class TorchNative(WithKnownFaults):
         "embedding_sequence_parallel",
         "embedding_padding_idx",
         "embedding_uneven",
+        "all_reduce_library",
+        "all_reduce_pieces",
+        "all_reduce_average",
+        "all_reduce_extremes",
+        "all_reduce_any_strides",
+        "all_reduce_in_place",
+        "all_reduce_handles",
+        "all_reduce_empty",
+        "all_reduce_any_axis",
         "cross_entropy_uneven",
         "cross_entropy_any_strides",
         "cross_entropy_fp64",
@@ -88,6 +102,40 @@ class TorchNative(WithKnownFaults):
     def collective(self, case: CollectivesCase) -> Sharded:
         mesh, shapes = self.device_mesh[case.axis], iter(case.shapes)
         return Sharded(lambda x: collectives.redistributed(case, mesh, x, next(shapes)))
+
+    def all_reduce(self, case: AllReduceCase) -> Sharded:
+        """torch.distributed's own collectives, which reduce in place, one call a tensor."""
+        gaps = case.transposed and any(len(shape) == 1 and shape[0] > 1 for shape in case.shapes)
+        if gaps and case.in_place and case.parallel_size > 1:
+            self.known_fault("gloo's all-reduce of a view with gaps: it reduces what follows in memory instead")
+        group = self.device_mesh.get_group(case.axis)
+        op = {"avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(
+            case.reduction, dist.ReduceOp.SUM
+        )
+
+        def pieces(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            made = []
+            for x, length in zip(tensors, case.lengths, strict=True):
+                flat = x.contiguous().view(-1)
+                if case.operation == "all_gather":
+                    made.append(flat.new_empty(length))
+                    _all_gather(made[-1], flat, group=group)
+                else:
+                    made.append(flat.new_empty(length // case.parallel_size))
+                    _reduce_scatter(made[-1], flat, op=op, group=group)
+            return made
+
+        def whole(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            made = list(tensors) if case.in_place else [x.clone() for x in tensors]
+            if case.calls == "handles":
+                for work in [dist.all_reduce(x, op=op, group=group, async_op=True) for x in made][::-1]:
+                    work.wait()
+            else:
+                for x in made:
+                    dist.all_reduce(x, op=op, group=group)
+            return made
+
+        return Sharded(whole if case.operation == "all_reduce" else pieces)
 
     def column_linear(self, case: LinearCase) -> Sharded:
         if case.out_features == 1 and case.bias and case.bias_requires_grad:  # so on one rank: features are even

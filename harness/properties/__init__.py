@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.errors import WrongUse
+from harness.properties.all_reduce import ALL_REDUCE
 from harness.properties.base import Property
 from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
@@ -14,7 +15,7 @@ from harness.properties.mesh import MESH
 from harness.properties.transformer import TRANSFORMER
 
 PROPERTIES: Mapping[str, Property] = {
-    p.subject: p for p in (MESH, COLLECTIVES, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER)
+    p.subject: p for p in (MESH, COLLECTIVES, ALL_REDUCE, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER)
 }
 
 

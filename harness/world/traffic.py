@@ -45,7 +45,8 @@ class Collective:
     operation: as in torch.distributed, for example ``all_gather_into_tensor``. group: the global ranks, in the order
     of the group. dtype: for example ``float32``; None without a tensor. elements, bytes: of the tensors that this rank
     gives, or gets where it gives none (the receiving end of recv, broadcast and scatter). peer: the global rank of the
-    other end or the root; None where there is none. How an operator reduces (sum, max) cannot be seen from here.
+    other end or the root; None where there is none. tag: of a send or receive, what matches them beside their order.
+    How an operator reduces (sum, max) cannot be seen from here.
     """
 
     operation: str
@@ -54,6 +55,7 @@ class Collective:
     elements: int
     bytes: int
     peer: int | None = None
+    tag: int = 0
 
     def describe(self) -> str:
         """For example ``all_reduce on group [0, 1], float32, 12 elements``."""
@@ -152,6 +154,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collect
         sum(t.numel() for t in tensors),
         sum(t.numel() * t.element_size() for t in tensors),
         ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None,
+        named.get("tag", 0),
     )
 
 

@@ -310,9 +310,9 @@ def every_collective(context: RankContext) -> list[Any]:
     dist.broadcast(x.double(), 1)
     dist.scatter(x, both if rank == 1 else None, src=1)
     if rank == 0:
-        dist.send(x, 1)
+        dist.send(x, 1, tag=7)
     else:
-        dist.recv(x, 0)
+        dist.recv(x, 0, tag=7)
     dist.barrier()
     x.requires_grad_(True)
     _Reduce.apply(x, 1).sum().backward()  # an all_reduce in the backward pass

@@ -291,7 +291,7 @@ def test_a_candidate_that_cannot_be_described_is_a_finding(name: str, kind: str,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("UnknownFeature", "supports names 'teleportation'; expected some of collectives_any_axis, "),
+        ("UnknownFeature", "supports names 'teleportation'; expected some of all_reduce_any_axis, "),
         ("UnknownDtype", f"dtypes is ('fp32', 'fp8'); expected some of {DTYPES}"),
         ("UnknownAxis", "axes is ('tp', 'fsdp'); expected 'tp' and some of tp, cp, ep, dp, pp"),
         ("OneString", "dtypes is the string 'fp32'; expected several, for example ('fp32',)"),

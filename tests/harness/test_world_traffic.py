@@ -20,13 +20,13 @@ def test_every_collective_is_recorded_in_order() -> None:
         Collective("reduce_scatter", (0, 1), "float32", 6, 24),
         Collective("broadcast", (0, 1), "float64", 3, 24, peer=1),
         Collective("scatter", (0, 1), "float32", 3, 12, peer=1),
-        Collective("send", (0, 1), "float32", 3, 12, peer=1),
+        Collective("send", (0, 1), "float32", 3, 12, peer=1, tag=7),
         Collective("barrier", (0, 1), None, 0, 0),
         Collective("all_reduce", (0, 1), "float32", 3, 12),  # in the backward pass
     ]
     assert first == expected
     expected[4] = Collective("scatter", (0, 1), "float32", 6, 24, peer=1)
-    expected[5] = Collective("recv", (0, 1), "float32", 3, 12, peer=0)
+    expected[5] = Collective("recv", (0, 1), "float32", 3, 12, peer=0, tag=7)
     assert second == [Collective("all_reduce", (1,), "float32", 3, 12), *expected]
 
 
