@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,21 +11,26 @@ import torch.distributed as dist
 
 import strategies.collectives
 import strategies.cross_entropy
+import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
+from harness.data_parallel import DataParallel
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
+from reference.data_parallel import DataParallelCase
+from reference.dtypes import format_of
 from reference.embedding import EmbeddingCase
 from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
 from reference.transformer import TransformerCase, shapes
-from sharded import collectives
+from sharded import collectives, loss_normalization
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
+from sharded.data_parallel import DistributedDataParallel
 from sharded.embedding import VocabParallelEmbedding
 from sharded.linear import ColumnParallelLinear, RowParallelLinear
 from sharded.process_groups import ProcessGroups, set_default
@@ -54,6 +59,7 @@ class Builtin(Candidate):
             strategies.embedding,
             strategies.cross_entropy,
             strategies.transformer,
+            strategies.data_parallel,
         )
         for feature in subject.FEATURES
     )
@@ -189,6 +195,35 @@ class Builtin(Candidate):
         if case.sequence_parallel:
             return {"sharded": residual}
         return {"replicated": residual, "sharded": dropout(ones, case.dropout, layer.tracker, "sharded")}
+
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        group = self.groups.group(case.axis)
+        wrapped = DistributedDataParallel(
+            module,
+            group,
+            bucket_elements=case.bucket,
+            reduction=case.reduction,
+            reduce_dtype=None if case.reduce_dtype == "same" else format_of(case.reduce_dtype).torch_dtype,
+            gradient_as_view=case.views,
+            overlap=case.overlap,
+            main_grad=case.main_grad,
+        )
+        scale = group.size() if case.reduction == "average" else 1
+        shares: list[torch.Tensor] = []
+
+        def loss(token_losses: torch.Tensor, valid: Sequence[torch.Tensor], m: int) -> torch.Tensor:
+            if m == 0:  # of the step
+                shares.clear()
+                self.divisor = loss_normalization.divisor(valid, case.loss, group)
+            shares.append(loss_normalization.share(token_losses, valid[m], case.loss, self.divisor))
+            return shares[-1] * scale
+
+        def report() -> torch.Tensor:
+            return loss_normalization.over_ranks(torch.stack(shares).sum().detach(), group)
+
+        return DataParallel(
+            wrapped, no_sync=wrapped.no_sync, finish=wrapped.finish, loss=loss, report=report, close=wrapped.close
+        )
 
     def _transformer(self, case: TransformerCase) -> TransformerLayer:
         return TransformerLayer(
