@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +18,22 @@ class Network(nn.Module):
     def __init__(self, case: DataParallelCase, given: Tensors, differs: bool = False) -> None:
         """differs: whether this is the rank on which something is invalid."""
         super().__init__()
-        invalid, dtype = case.invalid if differs else None, case.format.torch_dtype
-        self.layers = nn.ModuleList()
+        self.case, dtype = case, case.format.torch_dtype
+        made: list[nn.Linear] = []
         for i, layer in enumerate(case.layers):
-            made = nn.Linear(case.features, layer.out, bias=layer.bias, dtype=dtype)
-            self._load(made, given, i)
+            linear = nn.Linear(case.features, layer.out, bias=layer.bias, dtype=dtype)
+            self._load(linear, given, i)
             if layer.kind == "tied":
-                made.weight = self.layers[0].weight
-            made.requires_grad_(layer.kind != "frozen")
-            self.layers.append(made)
+                linear.weight = made[0].weight
+            linear.requires_grad_(layer.kind != "frozen")
+            made.append(linear)
         # No buffers: a wrapper may send those.
         self.coefficients = [given[f"coefficient{i}"].to(dtype) for i in range(len(case.layers))]
-        self.loss_dtype = case.loss_format.torch_dtype
-        if invalid is not None:
-            self._spoil(case, invalid)
+        self.layers = nn.ModuleList(_spoiled(made, case) if differs and case.invalid else made)
+        if differs and case.invalid == "order":
+            owner: Any = made[0]._parameters if len(made) == 1 else self.layers._modules
+            first = next(iter(owner))
+            owner[first] = owner.pop(first)
 
     @staticmethod
     def _load(made: nn.Linear, given: Tensors, i: int) -> None:
@@ -40,23 +43,27 @@ class Network(nn.Module):
             if made.bias is not None:
                 made.bias.copy_(given[f"bias{i}"])
 
-    def _spoil(self, case: DataParallelCase, invalid: str) -> None:
-        """Parameters that are not those of the other ranks."""
-        other = torch.float32 if case.dtype == "fp64" else torch.float64
-        if invalid == "number":
-            self.layers.append(nn.Linear(1, 1, bias=False, dtype=case.format.torch_dtype))
-        elif invalid == "shape":
-            weight = self.layers[0].weight
-            self.layers[0].weight = nn.Parameter(torch.zeros(weight.shape[0], weight.shape[1] + 1, dtype=weight.dtype))
-        elif invalid == "dtype":
-            self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().to(other))
-        else:  # the same ones, registered in another order
-            owner = self.layers[0]._parameters if len(self.layers) == 1 else self.layers._modules
-            first = next(iter(owner))
-            owner[first] = owner.pop(first)  # type: ignore[assignment]
+    def parameters_of(self, i: int) -> dict[str, torch.Tensor]:
+        """``weight`` and ``bias`` of a layer, as far as it has its own."""
+        layer: Any = self.layers[i]
+        found = {"weight": layer.weight} if self.case.layers[i].kind != "tied" else {}
+        return {**found, "bias": layer.bias} if self.case.layers[i].bias else found
 
     def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        total = torch.zeros((), dtype=self.loss_dtype)
+        total = torch.zeros((), dtype=self.case.loss_format.torch_dtype)
         for i in used:
-            total = total + (self.layers[i](x) @ self.coefficients[i]).to(self.loss_dtype)
+            total = total + (self.layers[i](x) @ self.coefficients[i]).to(self.case.loss_format.torch_dtype)
         return total
+
+
+def _spoiled(made: list[nn.Linear], case: DataParallelCase) -> list[nn.Linear]:
+    """Layers whose parameters are not those of the other ranks."""
+    dtype, weight = case.format.torch_dtype, made[0].weight
+    if case.invalid == "number":
+        made = [*made, nn.Linear(1, 1, bias=False, dtype=dtype)]
+    elif case.invalid == "shape":
+        made[0].weight = nn.Parameter(torch.zeros(weight.shape[0], weight.shape[1] + 1, dtype=dtype))
+    elif case.invalid == "dtype":
+        other = torch.float32 if case.dtype == "fp64" else torch.float64
+        made[0].weight = nn.Parameter(weight.detach().to(other))
+    return made

@@ -16,7 +16,7 @@ from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
 from reference.data_parallel import DataParallelCase, Tensors, token_weights, trained, valid_tokens
-from reference.layout import Layout, with_each
+from reference.layout import Layout, layout_text, window, with_each
 from reference.traffic import Phase
 
 #: The facts of an observation: the gradients that are None although the parameter trains.
@@ -79,12 +79,9 @@ class _Run:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those that a wrapper put in the place of the network's own."""
-        for i, layer in enumerate(self.case.layers):
-            linear = self.network.layers[i]
-            if layer.kind != "tied":
-                yield f"weight{i}", linear.weight
-            if layer.bias:
-                yield f"bias{i}", linear.bias
+        for i in range(len(self.case.layers)):
+            found = self.network.parameters_of(i)
+            yield from ((f"{what}{i}", found[what]) for what in ("weight", "bias") if what in found)
 
     def _step(self, step: int) -> None:
         case, wrapped, M = self.case, self.wrapped, self.case.micro_batches
@@ -157,16 +154,13 @@ class _Run:
         self.tensors[what] = None if found is None else local_tensor(what, found)
 
     def _zeros(self, name: str, layout: Layout) -> torch.Tensor:
-        from reference.layout import window
-
         shape = (self.case.replicas, *trained(self.case)[name])
         try:
             part = window(shape, layout, self.case.mesh, self.rank).shape
         except ValueError as error:
-            raise WrongAdapter(
-                f"DataParallel(..., layout={self.wrapped.layout}) does not fit {name}: {error}"
-            ) from None
-        return torch.zeros(part, dtype=(self.case.kept).torch_dtype)
+            said = f"DataParallel(..., layout={layout_text(self.wrapped.layout)})"
+            raise WrongAdapter(f"{said} does not fit {name}, correct it: {error}") from None
+        return torch.zeros(part, dtype=self.case.kept.torch_dtype)
 
     def _closed(self) -> Iterator[str]:
         """What is left behind on the parameters, where the wrapper says that it is done."""

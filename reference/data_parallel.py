@@ -8,8 +8,8 @@ micro-batches, S samples of L tokens of H features; O features of a layer.
     coefficient{i}      [O]
     loss[step]          [R]
 
-The loss of a token x is the sum, over the layers that its rank uses, of ``coefficient . (weight x + bias)``: linear, so that gradients of whole
-numbers are exact, and each layer's comes from its data alone.
+The loss of a token x is the sum, over the layers that its rank uses, of ``coefficient . (weight x + bias)``: linear, so
+that gradients of whole numbers are exact.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DataParallelCase:
     ``features`` enter each of ``layers``. A step has ``micro_batches`` of ``samples`` of ``length`` tokens. How many of
     a sample's tokens are valid, the first ones, ``counts`` says, read round and round; ranks whose coordinate is in
     ``empty`` have none. ``skipped`` lists (layer, coordinate, micro-batch) where a layer is not used: numbers too
-    large for the case start again from 0, so that it may shrink. ``rotated``: each rank uses its layers in another order.
+    large for the case start again from 0, so that it may shrink. ``rotated``: ranks use the layers in different orders.
 
     ``loss``: the mean over all valid tokens; the mean over all samples that have any, of each one's mean; or the sum.
     ``sync``: gradients are reduced once a step, or after every micro-batch. ``reduction``: what the wrapper does with
@@ -196,7 +196,7 @@ _CHOICES = {
     "sync": Sync,
     "reduction": Reduction,
     "reduce_dtype": ReduceDtype,
-    "invalid": Literal[None, Invalid],  # type: ignore[dict-item]
+    "invalid": Literal[None, Invalid],
 }
 REDUCIBLE: dict[tuple[str, bool], tuple[str, ...]] = {
     ("fp32", False): ("fp32", "bf16"),
@@ -258,8 +258,8 @@ def _divisors(case: DataParallelCase, step: int) -> list[float]:
     if case.loss == "sum":
         return []
     if case.loss == "token_mean":
-        return counts_MRnS.sum((0, 2, 3)).tolist()  # type: ignore[no-any-return]
-    return [*(counts_MRnS > 0).sum((0, 2, 3)).tolist(), *counts_MRnS.unique().tolist()]
+        return counts_MRnS.sum((0, 2, 3)).tolist()
+    return [*(counts_MRnS > 0).sum((0, 2, 3)).tolist(), *set(counts_MRnS.flatten().tolist())]
 
 
 def token_weights(case: DataParallelCase, step: int) -> torch.Tensor:
@@ -284,10 +284,8 @@ def sums(case: DataParallelCase) -> list[Sum]:
     tokens *= spread * (case.parallel_size if case.sync == "every" and case.micro_batches > 1 else 1)
     ties = 1 + sum(layer.kind == "tied" for layer in case.layers)
     outs = sum(layer.out for layer in case.layers)
-    of_token = (
-        Term(outs * case.features, ("coefficient", "parameter", "input")),
-        Term(outs, ("coefficient", "parameter")),
-    )
+    factors = ("coefficient", "parameter", "input")
+    of_token = (Term(outs * case.features, factors), Term(outs, factors[:2]))
     whole = tuple(Term(tokens * term.count, term.factors) for term in of_token)
     return [
         Sum((Term(max(1, tokens) * ties, ("coefficient", "input")),), p),

@@ -116,7 +116,7 @@ def _invalid(draw: st.DrawFn, layers: tuple[Layer, ...]) -> Invalid:
 def _layers(draw: st.DrawFn, scope: Scope) -> tuple[Layer, ...]:
     kinds: list[Kind] = ["own", "own"]
     for kind in ("tied", "frozen", "unused"):
-        kinds += [kind] if scope.has(f"data_parallel_{kind}") else []  # type: ignore[list-item]
+        kinds += [kind] if scope.has(f"data_parallel_{kind}") else []
     first = Layer(draw(st.integers(1, MOST_FEATURES)), bias=draw(st.booleans()))
     layers = [first]
     for _ in range(draw(st.integers(0, MOST_LAYERS - 1))):

@@ -40,22 +40,17 @@ class _Suspected:
         right = reduced(case, locals_)
         average = case.reduction == "average"
         if n > 1:
-            yield Suspect(
-                f"is {n} times too large: summed over {case.axis} where the average is due", (right * n).numpy()
-            )
-            yield Suspect(
-                f"is 1/{n} of what it should be: averaged over {case.axis} where the sum is due", (right / n).numpy()
-            )
-            total = locals_.sum(0)
-            yield Suspect(f"is the rank's own: it is not reduced over {case.axis}", self._per_rank(total))
+            over, total = f"over {case.axis}", locals_.sum(0)
+            yield Suspect(f"is {n} times too large: summed {over} where the average is due", (right * n).numpy())
+            yield Suspect(f"is 1/{n} of what is due: averaged {over} where the sum is due", (right / n).numpy())
+            yield Suspect(f"is the rank's own: it is not reduced {over}", self._per_rank(total))
             if average:
-                yield Suspect(
-                    f"is the rank's own, divided by {n}: it is not reduced over {case.axis}", self._per_rank(total / n)
-                )
+                divided = self._per_rank(total / n)
+                yield Suspect(f"is the rank's own, divided by {n}: it is not reduced {over}", divided)
         for m in range(case.micro_batches) if case.micro_batches > 1 else ():
-            only = "last" if m == case.micro_batches - 1 else f"{m}."
+            which = "the last micro-batch" if m == case.micro_batches - 1 else f"micro-batch {m}"
             alone = reduced(case, locals_[m : m + 1])
-            yield Suspect(f"is that of the {only} micro-batch alone: the others are not accumulated", alone.numpy())
+            yield Suspect(f"is that of {which} alone: the others are not accumulated", alone.numpy())
         if case.micro_batches > 1 and n > 1:
             early = locals_[:-1].sum(0)
             last = reduced(case, locals_[-1:])
@@ -77,7 +72,7 @@ class _Suspected:
             (counted / of_rank / n, f"is the mean of the ranks' means, and not the mean over all {what}"),
             (
                 counted / of_rank / filled,
-                f"is the mean of the means of ranks that have {what}, and not over all {what}",
+                f"is the mean of the means of ranks with {what}, and not over all {what}",
             ),
             (counted / of_micro_batch / n / M, f"is the mean of the micro-batches' means, and not over all {what}"),
             (everyone / everyone.sum((0, 2, 3, 4), keepdim=True), "counts tokens that are not valid"),

@@ -47,7 +47,8 @@ def _of_rank(
         asked = [one for one in due if one.micro_batch == k]
         wrong = {one.dtype for one in found} - {one.dtype for one in asked}
         if found and asked and wrong:
-            message = f"gradients are reduced in {', '.join(map(str, wrong))} {_when(case, k)}, where {asked[0].dtype} is asked"
+            formats = ", ".join(sorted(map(str, wrong)))
+            message = f"gradients are reduced in {formats} {_when(case, k)}, where {asked[0].dtype} is asked"
             yield Finding("traffic", message, rank, place)
             return
         total, due_total = sum(one.elements for one in found), sum(one.elements for one in asked)
