@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
+from harness.candidates import megatron_data_parallel
 from harness.candidates.known_faults import WithKnownFaults
+from harness.data_parallel import DataParallel
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
+from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
@@ -71,6 +74,7 @@ class MegatronCore(WithKnownFaults):
         "collectives_any_axis",
         "embedding_sequence_parallel",
         "cross_entropy_megatron_smoothing",
+        *megatron_data_parallel.FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -205,6 +209,17 @@ class MegatronCore(WithKnownFaults):
             return found
 
         return Sharded(loss)
+
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        return megatron_data_parallel.distributed(case, module, self.group_along(case.axis), self.group_along("ep"))
+
+    def group_along(self, axis: str) -> dist.ProcessGroup:
+        """This rank's group along one axis, ``ep`` for the rank alone."""
+        if axis == "ep":
+            return parallel_state.get_expert_model_parallel_group()  # type: ignore[no-any-return]
+        found = self.group((axis,))
+        assert found is not None
+        return found
 
     def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(

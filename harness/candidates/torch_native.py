@@ -21,8 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from harness.candidate import Sharded
 from harness.candidates.known_faults import WithKnownFaults
+from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
+from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from reference.cross_entropy import CrossEntropyCase
+from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
@@ -51,6 +54,7 @@ class TorchNative(WithKnownFaults):
         "cross_entropy_reduced",
         "cross_entropy_ignore_index",
         "cross_entropy_refuses_targets",
+        *DDP_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -129,6 +133,9 @@ class TorchNative(WithKnownFaults):
             return found.to_local().reshape(targets.shape if case.reduction == "none" else ())
 
         return Sharded(loss)
+
+    def data_parallel(self, case: DataParallelCase, module: nn.Module) -> DataParallel:
+        return distributed(case, module, self.device_mesh.get_group(case.axis))
 
 
 @functools.cache
