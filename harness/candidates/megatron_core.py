@@ -211,7 +211,8 @@ class MegatronCore(WithKnownFaults):
         return Sharded(loss)
 
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
-        return megatron_data_parallel.distributed(case, module, self.group_along(case.axis), self.group_along("ep"))
+        group, alone = self.group_along(case.axis), self.group_along("ep")
+        return megatron_data_parallel.distributed(case, module, group, alone, self.known_fault)
 
     def group_along(self, axis: str) -> dist.ProcessGroup:
         """This rank's group along one axis, ``ep`` for the rank alone."""

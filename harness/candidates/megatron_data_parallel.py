@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -32,15 +33,19 @@ FEATURES = (
 
 
 def distributed(
-    case: DataParallelCase, module: nn.Module, group: dist.ProcessGroup, alone: dist.ProcessGroup
+    case: DataParallelCase,
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    alone: dist.ProcessGroup,
+    known_fault: Callable[[str], None],
 ) -> DataParallel:
     """The module in a DistributedDataParallel over a group. alone: a group of this rank, for the axes of its mesh that
-    have nothing to do with it."""
+    have nothing to do with it. known_fault: refuses a case that meets one."""
     unused = bool(case.skipped) or any(layer.kind == "unused" for layer in case.layers)
     if case.overlap and unused:
-        raise NotOffered("with overlap_grad_reduce it asserts that every parameter is used")
-    if case.overlap and case.rotated and case.steps > 1:
-        raise NotOffered("with overlap_grad_reduce buckets are reduced in the order of each rank's gradients")
+        raise NotOffered("with overlap_grad_reduce it asserts that every parameter of a bucket is used")
+    if case.overlap and case.rotated and case.steps > 1 and case.parallel_size > 1 and len(case.layers) > 1:
+        known_fault("overlap_grad_reduce: buckets are reduced in the order of each rank's gradients, and mixed up")
     groups = ProcessGroupCollection()
     for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"):
         setattr(groups, name, group)
