@@ -146,21 +146,22 @@ class _Run:
                 found = self.wrapped.read_grad(parameter)
             else:
                 found = getattr(parameter, "main_grad", None) if self.case.main_grad else parameter.grad
-        trains = name in trained(self.case)
         layout = self.layouts[what] = with_each(self.wrapped.layout, self.case.replica_axes)
-        if found is None and trains:
-            self.none.append(what)  # it stands for zeros, where all ranks have none
-            found = self._zeros(name, layout)
+        shapes = trained(self.case)
+        if name in shapes:
+            part = self._part(name, shapes[name], layout)
+            if found is None:
+                self.none.append(what)  # it stands for zeros, where all ranks have none
+                found = torch.zeros(part, dtype=self.case.kept.torch_dtype)
         self.tensors[what] = None if found is None else local_tensor(what, found)
 
-    def _zeros(self, name: str, layout: Layout) -> torch.Tensor:
-        shape = (self.case.replicas, *trained(self.case)[name])
+    def _part(self, name: str, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        """The shape of this rank's part of a gradient. Raises WrongAdapter where the layout does not fit."""
         try:
-            part = window(shape, layout, self.case.mesh, self.rank).shape
+            return window((self.case.replicas, *shape), layout, self.case.mesh, self.rank).shape
         except ValueError as error:
             said = f"DataParallel(..., layout={layout_text(self.wrapped.layout)})"
             raise WrongAdapter(f"{said} does not fit {name}, correct it: {error}") from None
-        return torch.zeros(part, dtype=self.case.kept.torch_dtype)
 
     def _closed(self) -> Iterator[str]:
         """What is left behind on the parameters, where the wrapper says that it is done."""

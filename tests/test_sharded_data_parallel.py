@@ -265,9 +265,7 @@ def on_ranks() -> Mapping[str, Check]:
         "dtype": lambda: refused(lambda net: net.float(), [last, "torch.float32", "torch.float64", first], group),
         "order": lambda: refused(_reorder, [last, "in the order of its parameters"], group),
         "frozen": lambda: refused(freeze, [last, "layers.0.weight", "frozen"], group),
-        "options": lambda: refused(
-            same_, [last, "bucket_elements"], group, bucket_elements=1 + (group.rank() == n - 1)
-        ),
+        "options": lambda: refused(same_, [last, "bucket_elements"], group, bucket_elements=own),
         "bucket": lambda: refused(same_, ["ValueError: a bucket of 0 elements"], group, bucket_elements=0),
         "reduction": lambda: refused(
             same_, ["ValueError: reduction 'max': expected 'average' or 'sum'"], group, reduction="max"
