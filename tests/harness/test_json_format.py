@@ -66,7 +66,12 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("heading", "kind"),
-    [*((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()), ("A layer", Layer), ("A recipe", Recipe), ("Ids", Ids)],
+    [
+        *((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()),
+        ("A layer", Layer),
+        ("A recipe", Recipe),
+        ("Ids", Ids),
+    ],
 )
 def test_the_fields_of_a_case_and_their_defaults(heading: str, kind: Any) -> None:
     table = documented(heading)
