@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,14 +22,15 @@ from harness.data_parallel import DataParallel
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
-from reference.data_parallel import DataParallelCase
+from reference.data_parallel import DataParallelCase, trained
 from reference.dtypes import format_of
 from reference.embedding import EmbeddingCase
 from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.traffic import Transfer
 from reference.transformer import TransformerCase, shapes
-from sharded import collectives, loss_normalization
+from sharded import buckets, collectives, loss_normalization
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.data_parallel import DistributedDataParallel
@@ -97,6 +100,15 @@ class Builtin(Candidate):
         if axes == ("position-embedding",):
             return sharded_mesh.position_embedding_ranks(mesh.axes)
         return sharded_mesh.group_ranks(mesh.axes, axes)
+
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Of data parallelism the buckets of the first reduction; after it their order is that of use."""
+        if not isinstance(case, DataParallelCase) or not needed:
+            return needed
+        sizes = [math.prod(shape) for shape in trained(case).values()]
+        planned = buckets.plan(sizes, [torch.float32] * len(sizes), range(len(sizes))[::-1], case.bucket)
+        pieces = [replace(needed[0], elements=sum(sizes[index] for index in members)) for members in planned]
+        return [*pieces, *needed[1:]]
 
     def collective(self, case: CollectivesCase) -> Sharded:
         group, dim = self.groups.group(case.axis), case.dim

@@ -18,7 +18,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 def judge_reductions(case: DataParallelCase, needed: Sequence[Transfer], observed: World) -> Iterator[Finding]:
     """One finding for each way in which the reductions are not what they should be. Collectives of whole numbers, of
     the forward and of the loss are the candidate's own business, but for their order. A candidate that declares its
-    transfers is held to their number and sizes too."""
+    transfers of a micro-batch is held to their number and sizes too."""
     if any(seen.sent is None for seen in observed):
         return
     order = orders_differ(case.mesh, observed)
@@ -26,14 +26,14 @@ def judge_reductions(case: DataParallelCase, needed: Sequence[Transfer], observe
         yield order
     for rank, seen in enumerate(observed):
         due = seen.due if seen.due is not None else tuple(needed)
-        findings = list(_of_rank(case, rank, due, due != tuple(needed), seen.sent or ()))
+        findings = list(_of_rank(case, rank, due, needed, seen.sent or ()))
         if findings:
             yield from findings
             return  # the other ranks do the same
 
 
 def _of_rank(
-    case: DataParallelCase, rank: int, due: Sequence[Transfer], declared: bool, sent: Sequence[Sent]
+    case: DataParallelCase, rank: int, due: Sequence[Transfer], needed: Sequence[Transfer], sent: Sequence[Sent]
 ) -> Iterator[Finding]:
     place, group = case.mesh.describe(rank), tuple(sorted(case.mesh.group_of(rank, case.axis)))
     reductions = [one for one in sent if _reduces(one)]
@@ -45,6 +45,7 @@ def _of_rank(
     for k in range(case.steps * case.micro_batches):
         found = [one.collective for one in reductions if one.micro_batch == k]
         asked = [one for one in due if one.micro_batch == k]
+        declared = asked != [one for one in needed if one.micro_batch == k]
         wrong = {one.dtype for one in found} - {one.dtype for one in asked}
         if found and asked and wrong:
             formats = ", ".join(sorted(map(str, wrong)))

@@ -78,11 +78,36 @@ def test_the_shipped_candidate_is_right(builtin: Bench, name: str) -> None:
         ("Detached", "plain", "the loss of micro-batch 0 does not require a gradient"),
         ("DrawsNumbers", "plain", "side-effect: the candidate drew from the default random generator"),
         ("Declares", "plain", "traffic: gradients are reduced in step 0, micro-batch 1 in 1 pieces of other sizes"),
+        (
+            "SmallerBuckets",
+            "plain",
+            "traffic: gradients are reduced in step 0, micro-batch 1 in 4 pieces of other sizes",
+        ),
     ],
 )
 def test_a_fault_is_told(candidate: str, case: str, words: str) -> None:
     verdict = verdict_of(candidate, CASES[case])
     assert words in said(verdict), said(verdict)
+
+
+LOW = dataclasses.replace(PLAIN, dtype="bf16", reduce_dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        (LOW, {"traffic"}),  # two numbers of bf16 are rounded once either way
+        (dataclasses.replace(LOW, main_grad=True, recipes=ROUNDS), {"mismatch", "traffic"}),
+        (dataclasses.replace(LOW, dtype="fp32", recipes=ROUNDS), {"mismatch", "traffic"}),
+        (dataclasses.replace(LOW, reduce_dtype="same"), set()),
+    ],
+)
+def test_a_reduction_in_bf16_is_seen_by_its_values_where_they_are_wider(
+    case: DataParallelCase, kinds: set[str]
+) -> None:
+    with Bench("builtin+F44") as bench:
+        verdict = bench.once(DATA_PARALLEL, case).verdict
+    assert {one.kind for one in verdict.findings} == kinds, said(verdict)
 
 
 @pytest.mark.parametrize("case", ["unused", "nothing valid"])

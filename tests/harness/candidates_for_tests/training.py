@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -167,6 +168,13 @@ class DrawsNumbers(_Changed):
             inner()
 
         made.finish = finish
+
+
+class SmallerBuckets(Builtin):
+    """Reduces every parameter by itself, and says that it has the buckets of the case."""
+
+    def data_parallel(self, case: Any, module: nn.Module) -> DataParallel:
+        return super().data_parallel(dataclasses.replace(case, bucket=1), module)
 
 
 class Declares(Builtin):
