@@ -40,6 +40,7 @@ def said(verdict: Verdict) -> str:
 CASES = {
     "plain": PLAIN,
     "unused": UNUSED,
+    "buckets": dataclasses.replace(PLAIN, bucket=4),
     "overlap": dataclasses.replace(PLAIN, overlap=True, recipes=ROUNDS),
     "two axes": dataclasses.replace(PLAIN, mesh=Mesh.of(dp=2, tp=2)),
     "one axis of two": dataclasses.replace(PLAIN, mesh=Mesh.of(dp=2, tp=2), axis="tp"),
@@ -80,7 +81,7 @@ def test_the_shipped_candidate_is_right(builtin: Bench, name: str) -> None:
         ("Declares", "plain", "traffic: gradients are reduced in step 0, micro-batch 1 in 1 pieces of other sizes"),
         (
             "SmallerBuckets",
-            "plain",
+            "buckets",
             "traffic: gradients are reduced in step 0, micro-batch 1 in 4 pieces of other sizes",
         ),
     ],
