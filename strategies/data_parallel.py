@@ -136,8 +136,11 @@ def _recipes(draw: st.DrawFn, dtype: str) -> DataParallelRecipes:
 def simpler(case: DataParallelCase, scope: Scope) -> Iterator[DataParallelCase]:
     """Simpler cases within the scope: the smallest meshes with few options, then one thing at a time."""
     meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
+    rounding = DataParallelRecipes(*[Recipe("normal")] * 3)
     for mesh in meshes_:
         yield from _if_simpler(case, scope, {"mesh": mesh})
+        # What a format loses may not show in the few whole numbers of a smaller mesh.
+        yield from _if_simpler(case, scope, {"mesh": mesh, "recipes": rounding})
     options = {name: plain for name, plain in _PLAIN.items() if getattr(case, name) != plain}
     for count in range(2):
         for kept in itertools.combinations(options, count):
