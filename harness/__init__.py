@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
+from harness.data_parallel import DataParallel
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
+    "DataParallel",
     "Each",
     "Mesh",
     "NotOffered",

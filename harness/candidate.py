@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from harness.data_parallel import DataParallel
     from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
+    from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
     from reference.traffic import Transfer
@@ -187,6 +189,11 @@ class Candidate:
     def dropout_masks(self, case: TransformerCase) -> Mapping[str, torch.Tensor]:
         """Subject transformer, cases with dropout: what this rank's dropout makes of at least 128 ones in "replicated"
         regions, whose activations all ranks along the layer's axis hold, and in "sharded" ones."""
+        raise NotImplementedError
+
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        """Subject data_parallel: wraps a module that is alike on all ranks along ``case.axis``. The harness made it,
+        and drives forward, the loss and backward: ``DataParallel(wrapped)``."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

@@ -192,6 +192,30 @@ def frozen_input(needs_gradient=False):
     return [layer.mlp.linear_fc1.weight.grad is not None for layer in block.layers]
 
 
+def overlapped_in_other_orders():
+    """Gradients of two weights in the second step: 1 and 10 on rank 0, 2 and 20 on rank 1, which uses them the other
+    way round; their sums are 3 and 30. Each weight has a bucket of its own."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")  # where it allocates the gradients
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    rank, module = dist.get_rank(), nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    # calculate_per_token_loss: a sum instead of an average
+    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
+    buckets = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    wrapped = DistributedDataParallel(config, buckets, module)
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        order = (0, 1) if rank == 0 else (1, 0)
+        sum(module[i] * (1, 10)[i] * (1 + rank) for i in order).backward()
+        wrapped.finish_grad_sync()
+    return [weight.main_grad.item() for weight in module]
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     found = globals()[sys.argv[1]](*map(ast.literal_eval, sys.argv[2:]))

@@ -83,7 +83,7 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.name().split("::")[1].partition(".")[0].strip("_")
             # The tensor that is sent comes second, except for what is reduced in place.
-            sent = args[0][0] if name.startswith("allreduce") else args[1]
+            sent = args[0][0] if name.startswith(("allreduce", "broadcast")) else args[1]
             self.calls.append((name.partition("_")[0], sent.numel()))
         return func(*args, **(kwargs or {}))
 

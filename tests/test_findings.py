@@ -149,10 +149,16 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 15
+    assert len(REPRODUCERS) == 16
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])
 def test_megatron_reduces_a_copy_or_the_tensor_itself(transposed: bool, given: list[float], kept: list[float]) -> None:
     """Two ranks: the sum is 2, and what was handed in should stay 1."""
     assert outcome(2, "copied_gradient", transposed).values() == [(given, kept)] * 2
+
+
+def test_megatron_mixes_the_gradients_of_ranks_in_other_orders() -> None:
+    """10 + 2 and 1 + 20, where 1 + 2 and 10 + 20 are due."""
+    pytest.importorskip("megatron.core")
+    assert outcome(2, "overlapped_in_other_orders").values() == [[21.0, 12.0], [12.0, 21.0]]

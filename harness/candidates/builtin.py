@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,23 +14,28 @@ import torch.distributed as dist
 import strategies.all_reduce
 import strategies.collectives
 import strategies.cross_entropy
+import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
+from harness.data_parallel import DataParallel
 from reference.all_reduce import AllReduceCase
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
+from reference.data_parallel import DataParallelCase, trained
+from reference.dtypes import format_of
 from reference.embedding import EmbeddingCase
 from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase, shapes
-from sharded import agreement, all_reduce, collectives
+from sharded import agreement, all_reduce, buckets, collectives, loss_normalization
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
+from sharded.data_parallel import DistributedDataParallel
 from sharded.embedding import VocabParallelEmbedding
 from sharded.linear import ColumnParallelLinear, RowParallelLinear
 from sharded.process_groups import ProcessGroups, set_default
@@ -58,6 +65,7 @@ class Builtin(Candidate):
             strategies.embedding,
             strategies.cross_entropy,
             strategies.transformer,
+            strategies.data_parallel,
         )
         for feature in subject.FEATURES
         if feature != "all_reduce_library"
@@ -97,6 +105,11 @@ class Builtin(Candidate):
             return sharded_mesh.position_embedding_ranks(mesh.axes)
         return sharded_mesh.group_ranks(mesh.axes, axes)
 
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if isinstance(case, DataParallelCase):
+            return _buckets(case, needed)
+        return _with_agreement(case, needed) if isinstance(case, AllReduceCase) else needed
+
     def collective(self, case: CollectivesCase) -> Sharded:
         group, dim = self.groups.group(case.axis), case.dim
         # One call a tensor: an uneven cut cannot be told from the rank's own piece.
@@ -134,14 +147,6 @@ class Builtin(Candidate):
         if case.calls == "handles":
             return Sharded(handles)
         return Sharded(lambda *tensors: all_reduce.all_reduce_buckets(tensors, group, **options))
-
-    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
-        if not isinstance(case, AllReduceCase) or not case.check or case.parallel_size == 1:
-            return needed
-        # The ranks agree first: once for all tensors of one call.
-        calls = 1 if case.operation == "all_reduce" and case.calls == "together" else len(case.shapes)
-        agree = Transfer("forward", 0, "all_gather", case.axis, agreement.ROW, "int64")
-        return [*needed, *[agree] * calls]
 
     def column_linear(self, case: LinearCase) -> Sharded:
         layer = ColumnParallelLinear(
@@ -227,6 +232,35 @@ class Builtin(Candidate):
             return {"sharded": residual}
         return {"replicated": residual, "sharded": dropout(ones, case.dropout, layer.tracker, "sharded")}
 
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        group = self.groups.group(case.axis)
+        wrapped = DistributedDataParallel(
+            module,
+            group,
+            bucket_elements=case.bucket,
+            reduction=case.reduction,
+            reduce_dtype=None if case.reduce_dtype == "same" else format_of(case.reduce_dtype).torch_dtype,
+            gradient_as_view=case.views,
+            overlap=case.overlap,
+            main_grad=case.main_grad,
+        )
+        scale = group.size() if case.reduction == "average" else 1
+        shares: list[torch.Tensor] = []
+
+        def loss(token_losses: torch.Tensor, valid: Sequence[torch.Tensor], m: int) -> torch.Tensor:
+            if m == 0:  # of the step
+                shares.clear()
+                self.divisor = loss_normalization.divisor(valid, case.loss, group)
+            shares.append(loss_normalization.share(token_losses, valid[m], case.loss, self.divisor))
+            return shares[-1] * scale
+
+        def report() -> torch.Tensor:
+            return loss_normalization.over_ranks(torch.stack(shares).sum().detach(), group)
+
+        return DataParallel(
+            wrapped, no_sync=wrapped.no_sync, finish=wrapped.finish, loss=loss, report=report, close=wrapped.close
+        )
+
     def _transformer(self, case: TransformerCase) -> TransformerLayer:
         return TransformerLayer(
             case.hidden,
@@ -285,3 +319,22 @@ def _transformer_cut(case: TransformerCase, part: str, kind: str) -> Layout:
     if part in ("q", "gate", "up"):
         return Split(0, case.axis)
     return Split(1, case.axis) if part in ("o", "down") and kind == "weight" else Whole()
+
+
+def _buckets(case: DataParallelCase, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+    """The buckets of the first reduction; after it their order is that of use."""
+    if not needed:
+        return needed
+    sizes = [math.prod(shape) for shape in trained(case).values()]
+    planned = buckets.plan(sizes, [torch.float32] * len(sizes), range(len(sizes))[::-1], case.bucket)
+    pieces = [replace(needed[0], elements=sum(sizes[index] for index in members)) for members in planned]
+    return [*pieces, *needed[1:]]
+
+
+def _with_agreement(case: AllReduceCase, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+    """The ranks agree first: once for all tensors of one call."""
+    if not case.check or case.parallel_size == 1:
+        return needed
+    calls = 1 if case.operation == "all_reduce" and case.calls == "together" else len(case.shapes)
+    agree = Transfer("forward", 0, "all_gather", case.axis, agreement.ROW, "int64")
+    return [*needed, *[agree] * calls]

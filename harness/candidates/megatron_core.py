@@ -20,10 +20,13 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates import megatron_core_transformer as transformer
+from harness.candidates import megatron_data_parallel
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
+from harness.data_parallel import DataParallel
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
+from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
@@ -74,6 +77,7 @@ class MegatronCore(WithKnownFaults):
         "embedding_sequence_parallel",
         "cross_entropy_megatron_smoothing",
         *transformer.FEATURES,
+        *megatron_data_parallel.FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -221,6 +225,18 @@ class MegatronCore(WithKnownFaults):
 
     def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
         return transformer.dropout_masks(case, self._group(case.axis))
+
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        group, alone = self.group_along(case.axis), self.group_along("ep")
+        return megatron_data_parallel.distributed(case, module, group, alone, self.known_fault)
+
+    def group_along(self, axis: str) -> dist.ProcessGroup:
+        """This rank's group along one axis, ``ep`` for the rank alone."""
+        if axis == "ep":
+            return parallel_state.get_expert_model_parallel_group()  # type: ignore[no-any-return]
+        found = self.group((axis,))
+        assert found is not None
+        return found
 
     def _config(self, case: LinearCase | EmbeddingCase) -> Any:
         return ModelParallelConfig(

@@ -26,10 +26,13 @@ from harness.candidate import Sharded
 from harness.candidates import torch_collectives as collectives
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
+from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
+from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
+from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
@@ -74,6 +77,7 @@ class TorchNative(WithKnownFaults):
         "cross_entropy_refuses_targets",
         *collectives.FEATURES,
         *transformer.FEATURES,
+        *DDP_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -203,6 +207,9 @@ class TorchNative(WithKnownFaults):
         return Sharded(
             layer, forward=lambda x: layer(x, next(masks)), parameters=parameters, read_grad=_gradient, **layouts
         )
+
+    def data_parallel(self, case: DataParallelCase, module: nn.Module) -> DataParallel:
+        return distributed(case, module, self.device_mesh.get_group(case.axis))
 
 
 @functools.cache

@@ -9,13 +9,14 @@ from harness.properties.all_reduce import ALL_REDUCE
 from harness.properties.base import Property
 from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
+from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
 from harness.properties.transformer import TRANSFORMER
 
 PROPERTIES: Mapping[str, Property] = {
-    p.subject: p for p in (MESH, COLLECTIVES, ALL_REDUCE, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER)
+    p.subject: p for p in (MESH, COLLECTIVES, ALL_REDUCE, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER, DATA_PARALLEL)
 }
 
 

@@ -17,7 +17,7 @@ from reference.mesh import Mesh
 from reference.traffic import Transfer
 
 #: torch.distributed has several forms of one collective.
-_FORMS = {
+FORMS = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -33,7 +33,7 @@ def judge_traffic(mesh: Mesh, needed: Sequence[Transfer], observed: World) -> It
     Nothing is said where traffic was not recorded."""
     if any(seen.sent is None for seen in observed):
         return
-    order = _orders_differ(mesh, observed)
+    order = orders_differ(mesh, observed)
     if order is not None:
         yield order
     for rank, seen in enumerate(observed):
@@ -81,13 +81,13 @@ def _is(due: Transfer, one: Sent, mesh: Mesh, rank: int) -> bool:
     group = tuple(sorted(mesh.group_of(rank, due.axis)))
     return (
         same
-        and due.operation == _FORMS.get(what.operation, what.operation)
+        and due.operation == FORMS.get(what.operation, what.operation)
         and group == tuple(sorted(what.group))
         and due.fits(what.elements)
     )
 
 
-def _orders_differ(mesh: Mesh, observed: World) -> Finding | None:
+def orders_differ(mesh: Mesh, observed: World) -> Finding | None:
     """Two ranks that meet in the collectives of their groups in another order: where these do not block at once, they
     cross-talk or hang."""
     for a, b in itertools.combinations(range(len(observed)), 2):

@@ -94,7 +94,7 @@ def test_modules_are_found_and_not_imported() -> None:
     ("text", "message"),
     [
         ("", "unknown candidate '': expected one of builtin, "),
-        ("bulletin", "unknown candidate 'bulletin': expected one of builtin, megatron-core, torch"),
+        ("bulletin", "unknown candidate 'bulletin': expected one of " + ", ".join(sorted(registered()))),
         ("bulletin", "or your own as pkg.module:Class or path/to/file.py:Class"),
         ("adapter.py", "'adapter.py': its class is missing: expected one of adapter.py:Mine, adapter.py:Other"),
         ("adapter.py+v2", "expected one of adapter.py:Mine+v2, adapter.py:Other+v2"),

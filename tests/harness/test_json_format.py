@@ -18,6 +18,7 @@ from harness.report.json_file import write_json
 from harness.verdict import Finding, Kind, Verdict
 from reference.codec import decode, encode
 from reference.cross_entropy import CrossEntropyRecipes
+from reference.data_parallel import DataParallelRecipes, Layer
 from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
@@ -65,7 +66,12 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("heading", "kind"),
-    [*((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()), ("A recipe", Recipe), ("Ids", Ids)],
+    [
+        *((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()),
+        ("A layer", Layer),
+        ("A recipe", Recipe),
+        ("Ids", Ids),
+    ],
 )
 def test_the_fields_of_a_case_and_their_defaults(heading: str, kind: Any) -> None:
     table = documented(heading)
@@ -85,6 +91,7 @@ def test_the_names_that_recipes_have() -> None:
         ("embedding", EmbeddingRecipes),
         ("cross_entropy", CrossEntropyRecipes),
         ("transformer", TransformerRecipes),
+        ("data_parallel", DataParallelRecipes),
     ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]
