@@ -15,7 +15,7 @@ that gradients of whole numbers are exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -24,7 +24,7 @@ import torch
 from reference.dtypes import Format, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
-from reference.precision import computed_in, rounded_to
+from reference.precision import computed_in
 from reference.recipe import EXACT_KINDS, Recipe, fill
 
 Kind = Literal["own", "tied", "frozen", "unused"]
@@ -277,9 +277,11 @@ def token_weights(case: DataParallelCase, step: int) -> torch.Tensor:
 
 def sums(case: DataParallelCase) -> list[Sum]:
     """The terms of every result, for the lattice bound, in units of the smallest weight of a token."""
-    p = min(f.precision for f in (case.format, case.kept, case.reduced_in))
-    tokens = max(int(valid_tokens(case, step).sum((0, 2, 3, 4)).max()) for step in range(case.steps))
+    p = min(case.kept.precision, case.reduced_in.precision)
+    valid = [valid_tokens(case, step) for step in range(case.steps)]
     spread = case.length if case.loss == "sample_mean" else 1
+    of_backward = max(1, spread * max(int(one.sum((3, 4)).max()) for one in valid))
+    tokens = max(int(one.sum((0, 2, 3, 4)).max()) for one in valid)
     # A wrapper may average what is reduced already together with what is not, and count it n times on the way.
     tokens *= spread * (case.parallel_size if case.sync == "every" and case.micro_batches > 1 else 1)
     ties = 1 + sum(layer.kind == "tied" for layer in case.layers)
@@ -288,6 +290,7 @@ def sums(case: DataParallelCase) -> list[Sum]:
     of_token = (Term(outs * case.features, factors), Term(outs, factors[:2]))
     whole = tuple(Term(tokens * term.count, term.factors) for term in of_token)
     return [
+        Sum((Term(of_backward * ties, ("coefficient", "input")),), case.format.precision),
         Sum((Term(max(1, tokens) * ties, ("coefficient", "input")),), p),
         Sum((Term(max(1, tokens), ("coefficient",)),), p),
         Sum(of_token, case.format.precision),
@@ -312,81 +315,3 @@ def tensors(case: DataParallelCase) -> Tensors:
     for k in range(case.steps * case.micro_batches):
         add(f"input[{k}]", "input", batch)
     return made
-
-
-Combine = Callable[[DataParallelCase, torch.Tensor], torch.Tensor]
-
-
-def expected(case: DataParallelCase, given: Tensors) -> dict[str, torch.Tensor | None]:
-    """Gradients and losses of one process, float64; None where there must be no gradient."""
-    out: dict[str, torch.Tensor | None] = {}
-    for step in range(case.steps):
-        weights = token_weights(case, step)
-        for name, locals_ in local_gradients(case, given, step, weights).items():
-            out[f"{name}[{step}].grad"] = reduced(case, locals_)
-        for name in frozen(case):
-            out[f"{name}[{step}].grad"] = None
-        out[f"loss[{step}]"] = loss_of(case, given, step, weights)
-    return out
-
-
-def local_gradients(case: DataParallelCase, given: Tensors, step: int, weights: torch.Tensor) -> Tensors:
-    """What each rank's backward gives in each micro-batch, [M, R, n, *shape], by parameter. weights: of each token, as
-    of `token_weights`; n times that where the wrapper averages."""
-    n, M = case.parallel_size, case.micro_batches
-    with computed_in(case.loss_format.name):
-        scaled = weights * n if case.reduction == "average" else weights * 1
-    scaled_MRnT = rounded_to(case.dtype)(scaled).flatten(3)
-    x_MRnTH = torch.stack([given[f"input[{step * M + m}]"] for m in range(M)]).flatten(3, 4)
-    found: Tensors = {}
-    for i, layer in enumerate(case.layers):
-        if layer.kind == "frozen":
-            continue
-        used_Mn = torch.tensor([[float(i in case.used(c, m)) for c in range(n)] for m in range(M)])
-        used_MRn = used_Mn.to(torch.float64).unsqueeze(1)
-        g_MRnTO = scaled_MRnT.unsqueeze(-1) * given[f"coefficient{i}"] * used_MRn[..., None, None]
-        gradient = g_MRnTO.transpose(-1, -2) @ x_MRnTH
-        name = "weight0" if layer.kind == "tied" else f"weight{i}"
-        found[name] = found[name] + gradient if name in found else gradient
-        if layer.bias:
-            found[f"bias{i}"] = g_MRnTO.sum(-2)
-    return found
-
-
-def reduced(case: DataParallelCase, locals_: torch.Tensor) -> torch.Tensor:
-    """[M, R, n, *shape] -> [R, *shape]: accumulated over micro-batches and reduced over ranks, in the case's order and
-    formats."""
-    kept, sent = case.kept.name, case.reduced_in.name
-    divisor = case.parallel_size if case.reduction == "average" else 1
-    if case.sync == "last":
-        with computed_in(kept):
-            total = locals_.sum(0)
-        with computed_in(sent):
-            total = (rounded_to(sent)(total) / divisor).sum(1)
-    else:
-        coarser = kept if case.kept.precision < case.reduced_in.precision else sent
-        with computed_in(sent):
-            each = (rounded_to(sent)(locals_) / divisor).sum(2)
-        with computed_in(coarser):
-            total = each.sum(0)
-    return rounded_to(kept)(total)
-
-
-def loss_of(case: DataParallelCase, given: Tensors, step: int, weights: torch.Tensor) -> torch.Tensor:
-    """[R]"""
-    n, M = case.parallel_size, case.micro_batches
-    total = []
-    for m in range(M):
-        x_RnTH = given[f"input[{step * M + m}]"].flatten(2, 3)
-        token_RnT = torch.zeros(x_RnTH.shape[:-1], dtype=torch.float64)
-        for i, layer in enumerate(case.layers):
-            used = torch.tensor([float(i in case.used(c, m)) for c in range(n)], dtype=torch.float64)
-            if not used.any():
-                continue
-            y_RnTO = x_RnTH @ given["weight0" if layer.kind == "tied" else f"weight{i}"].T
-            if layer.bias:
-                y_RnTO = y_RnTO + given[f"bias{i}"]
-            token_RnT = token_RnT + (y_RnTO @ given[f"coefficient{i}"]) * used.unsqueeze(-1)
-        total.append(token_RnT)
-    with computed_in(case.loss_format.name):
-        return (torch.stack(total) * weights.flatten(3)).sum((0, 2, 3))

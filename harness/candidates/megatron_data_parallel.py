@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,15 @@ from torch import nn
 
 from harness.candidate import NotOffered
 from harness.data_parallel import DataParallel
-from reference.data_parallel import DataParallelCase
+from reference.data_parallel import DataParallelCase, trained
 
 if importlib.util.find_spec("megatron") is not None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-#: It reduces once a batch, in the format in which it accumulates.
+#: It reduces once a batch, in the format in which it accumulates. Without overlap it has no buckets, which changes the
+#: order of sums, so that bits may differ; here it overlaps where the case has buckets.
 FEATURES = (
     "data_parallel_any_axis",
     "data_parallel_no_sync",
@@ -28,7 +30,6 @@ FEATURES = (
     "data_parallel_order",
     "data_parallel_tied",
     "data_parallel_frozen",
-    "data_parallel_overlap",
 )
 
 
@@ -42,9 +43,10 @@ def distributed(
     """The module in a DistributedDataParallel over a group. alone: a group of this rank, for the axes of its mesh that
     have nothing to do with it. known_fault: refuses a case that meets one."""
     unused = bool(case.skipped) or any(layer.kind == "unused" for layer in case.layers)
-    if case.overlap and unused:
+    overlap = case.bucket < sum(math.prod(shape) for shape in trained(case).values())
+    if overlap and unused:
         raise NotOffered("with overlap_grad_reduce it asserts that every parameter of a bucket is used")
-    if case.overlap and case.rotated and case.steps > 1 and case.parallel_size > 1 and len(case.layers) > 1:
+    if overlap and case.rotated and case.steps > 1 and case.parallel_size > 1 and len(case.layers) > 1:
         known_fault("overlap_grad_reduce: buckets are reduced in the order of each rank's gradients, and mixed up")
     groups = ProcessGroupCollection()
     for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"):
@@ -61,7 +63,7 @@ def distributed(
         ),
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=case.main_grad,
-            overlap_grad_reduce=case.overlap,
+            overlap_grad_reduce=overlap,
             bucket_size=case.bucket,
         ),
         module,

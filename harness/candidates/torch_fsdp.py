@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from harness.candidates.known_faults import WithKnownFaults
+from harness.candidate import Candidate
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from reference.data_parallel import DataParallelCase, trained
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class TorchFsdp(WithKnownFaults):
+class TorchFsdp(Candidate):
     """torch.distributed.fsdp.fully_shard around the whole network."""
 
     name: ClassVar[str] = "torch-fsdp"

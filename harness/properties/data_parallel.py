@@ -21,7 +21,8 @@ from harness.session import Session, phase
 from harness.train import NONE, attempt, train
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.data_parallel import DataParallelCase, expected, idle, tensors, trained, valid_tokens
+from reference.data_parallel import DataParallelCase, idle, tensors, trained, valid_tokens
+from reference.data_parallel_gradients import expected
 from reference.data_parallel_traffic import needed
 from reference.layout import Each, Layout
 

@@ -7,15 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from harness.oracle.patterns.evidence import Suspect, Values
-from reference.data_parallel import (
-    DataParallelCase,
-    Tensors,
-    local_gradients,
-    loss_of,
-    reduced,
-    token_weights,
-    valid_tokens,
-)
+from reference.data_parallel import DataParallelCase, Tensors, token_weights, valid_tokens
+from reference.data_parallel_gradients import local_gradients, loss_of, reduced
 
 
 def suspects(case: DataParallelCase, given: Tensors, name: str) -> list[Suspect]:

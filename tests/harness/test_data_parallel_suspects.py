@@ -18,7 +18,8 @@ from harness.properties.data_parallel import DATA_PARALLEL, judge
 from harness.properties.data_parallel_suspects import suspects
 from harness.properties.modules import one_thread
 from harness.verdict import Verdict
-from reference.data_parallel import DataParallelCase, DataParallelRecipes, Layer, expected, tensors
+from reference.data_parallel import DataParallelCase, DataParallelRecipes, Layer, tensors
+from reference.data_parallel_gradients import expected
 from reference.layout import Whole, window, with_each
 from reference.mesh import Mesh
 from reference.recipe import Recipe

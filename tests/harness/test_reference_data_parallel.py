@@ -16,7 +16,6 @@ from reference.data_parallel import (
     DataParallelCase,
     DataParallelRecipes,
     Layer,
-    expected,
     frozen,
     idle,
     sums,
@@ -25,6 +24,7 @@ from reference.data_parallel import (
     trained,
     valid_tokens,
 )
+from reference.data_parallel_gradients import expected
 from reference.data_parallel_traffic import needed, synchronised
 from reference.lattice import lattice_limits
 from reference.mesh import Mesh

@@ -98,12 +98,12 @@ LOW = dataclasses.replace(PLAIN, dtype="bf16", reduce_dtype="fp32")
     ("case", "kinds"),
     [
         (LOW, {"traffic"}),  # two numbers of bf16 are rounded once either way
-        (dataclasses.replace(LOW, main_grad=True, recipes=ROUNDS), {"mismatch", "traffic"}),
+        (dataclasses.replace(LOW, main_grad=True, recipes=ROUNDS), {"traffic"}),  # each backward has rounded as much
         (dataclasses.replace(LOW, dtype="fp32", recipes=ROUNDS), {"mismatch", "traffic"}),
         (dataclasses.replace(LOW, reduce_dtype="same"), set()),
     ],
 )
-def test_a_reduction_in_bf16_is_seen_by_its_values_where_they_are_wider(
+def test_a_reduction_in_bf16_is_seen_by_its_traffic_and_by_values_that_are_wider(
     case: DataParallelCase, kinds: set[str]
 ) -> None:
     with Bench("builtin+F44") as bench:
