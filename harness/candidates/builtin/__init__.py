@@ -1,0 +1,125 @@
+"""The implementation that ships with the project, whole or with one planted fault (``builtin+F04``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+import strategies.all_reduce
+import strategies.collectives
+import strategies.cross_entropy
+import strategies.data_parallel
+import strategies.embedding
+import strategies.linear
+import strategies.transformer
+from harness.candidate import Candidate, NotOffered, Sharded
+from harness.candidates.builtin import data_parallel, layers, reductions, transformer
+from harness.data_parallel import DataParallel
+from reference.all_reduce import AllReduceCase
+from reference.collectives import CollectivesCase
+from reference.cross_entropy import CrossEntropyCase
+from reference.data_parallel import DataParallelCase
+from reference.embedding import EmbeddingCase
+from reference.linear import LinearCase
+from reference.mesh import Mesh
+from reference.traffic import Transfer
+from reference.transformer import TransformerCase
+from sharded import mesh as sharded_mesh
+from sharded.process_groups import ProcessGroups, set_default
+
+
+def mutants() -> Iterable[Any]:
+    """The planted faults: id, subject, fault, thread."""
+    from sharded.mutants import all_mutants
+
+    return all_mutants()
+
+
+class Builtin(Candidate):
+    """sharded/, on any mesh and in every option of the contract."""
+
+    name: ClassVar[str] = "shardproof's own"
+    requires: ClassVar[tuple[str, ...]] = ("shardproof",)
+    supports = tuple(
+        feature
+        for subject in (
+            strategies.linear,
+            strategies.collectives,
+            strategies.all_reduce,
+            strategies.embedding,
+            strategies.cross_entropy,
+            strategies.transformer,
+            strategies.data_parallel,
+        )
+        for feature in subject.FEATURES
+        if feature != "all_reduce_library"
+    )
+    initialization = "full"
+
+    def __init__(self, variant: str | None = None) -> None:
+        if variant is not None:
+            from sharded.mutants import UnknownMutant, apply
+
+            try:
+                apply(variant)
+            except UnknownMutant as error:
+                raise NotOffered(str(error)) from error
+
+    def open(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.groups = ProcessGroups(mesh.axes, combined=())
+        self.all_groups: ProcessGroups | None = None
+
+    def activate(self) -> None:
+        set_default(self.groups)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if self.all_groups is None:  # layers need only those along one axis
+            self.all_groups = ProcessGroups(self.mesh.axes)
+        if axes == ("embedding",):
+            return self.all_groups.group_of_embedding()
+        if axes == ("position-embedding",):
+            return self.all_groups.group_of_position_embedding()
+        return self.all_groups.group(*axes)
+
+    def group_ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
+        if axes == ("embedding",):
+            return sharded_mesh.embedding_ranks(mesh.axes)
+        if axes == ("position-embedding",):
+            return sharded_mesh.position_embedding_ranks(mesh.axes)
+        return sharded_mesh.group_ranks(mesh.axes, axes)
+
+    def traffic(self, case: Any, needed: Sequence[Transfer]) -> Sequence[Transfer]:
+        if isinstance(case, DataParallelCase):
+            return data_parallel.in_buckets(case, needed)
+        return reductions.with_agreement(case, needed) if isinstance(case, AllReduceCase) else needed
+
+    def collective(self, case: CollectivesCase) -> Sharded:
+        return reductions.collective(case, self.groups)
+
+    def all_reduce(self, case: AllReduceCase) -> Sharded:
+        return reductions.all_reduce(case, self.groups)
+
+    def column_linear(self, case: LinearCase) -> Sharded:
+        return layers.column_linear(case, self.groups)
+
+    def row_linear(self, case: LinearCase) -> Sharded:
+        return layers.row_linear(case, self.groups)
+
+    def embedding(self, case: EmbeddingCase) -> Sharded:
+        return layers.embedding(case, self.groups)
+
+    def cross_entropy(self, case: CrossEntropyCase) -> Sharded:
+        return layers.cross_entropy(case, self.groups)
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        return transformer.transformer_layer(case, self.groups)
+
+    def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:
+        return transformer.dropout_masks(case, self.groups)
+
+    def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
+        return data_parallel.data_parallel(case, module, self.groups)
