@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 import torch
 
+from reference.cases import AlongAxis
 from reference.dtypes import FORMATS, Format, format_of
 from reference.lattice import Sum, Term, lattice_limits
 from reference.layout import Each, Layout, Rule, Split
@@ -48,7 +49,7 @@ class AllReduceRecipes:
 
 
 @dataclass(frozen=True)
-class AllReduceCase:
+class AllReduceCase(AlongAxis):
     """One reduction along ``axis`` of each of several tensors, all in flight at a time.
 
     shapes: of each tensor; a dimension may be 0. dtype: of the tensors. accumulate_fp32: sums of bf16 and fp16 are
@@ -106,10 +107,6 @@ class AllReduceCase:
             raise ValueError(f"invalid 'order' of shapes {self.shapes}: expected two of different lengths")
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def kept(self) -> Format:
         """The format in which partial sums are kept, and travel."""
         wide = self.accumulate_fp32 and self.reduction in ("sum", "avg") and self.format.precision < 24
@@ -128,15 +125,6 @@ class AllReduceCase:
     def asks(self) -> str:
         """The reduction that is asked for, which is none in a case that must be refused for that."""
         return {"reduction": "median", "integers": "avg"}.get(self.invalid, self.reduction)
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def parallel_size(self) -> int:
-        """The number of ranks that take part."""
-        return self.mesh.axis_size(self.axis)
 
     @property
     def lengths(self) -> tuple[int, ...]:

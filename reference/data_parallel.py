@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 import torch
 
+from reference.cases import AlongAxis
 from reference.dtypes import Format, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
@@ -62,7 +63,7 @@ class DataParallelRecipes:
 
 
 @dataclass(frozen=True)
-class DataParallelCase:
+class DataParallelCase(AlongAxis):
     """Training steps of a small network on the ranks along ``axis``, each with data of its own.
 
     ``features`` enter each of ``layers``. A step has ``micro_batches`` of ``samples`` of ``length`` tokens. How many of
@@ -131,10 +132,6 @@ class DataParallelCase:
             raise ValueError("one parameter has no other order")
 
     @property
-    def format(self) -> Format:
-        return format_of(self.dtype)
-
-    @property
     def kept(self) -> Format:
         """That of accumulated gradients."""
         return format_of("fp32") if self.main_grad else self.format
@@ -148,19 +145,6 @@ class DataParallelCase:
     def loss_format(self) -> Format:
         """That of the loss of a token, and of what is made of it."""
         return format_of("fp64" if self.dtype == "fp64" else "fp32")
-
-    @property
-    def parallel_size(self) -> int:
-        return self.mesh.axis_size(self.axis)
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks train another replica on other data."""
-        return tuple(name for name in self.mesh.names if name != self.axis)
-
-    @property
-    def replicas(self) -> int:
-        return self.mesh.size // self.parallel_size
 
     def used(self, coordinate: int, m: int) -> tuple[int, ...]:
         """The layers that a rank uses in a micro-batch, in its order."""

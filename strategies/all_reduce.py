@@ -15,6 +15,7 @@ from strategies.layers import one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject.
 FEATURES = {
@@ -40,11 +41,6 @@ FEATURES = {
 _ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 _MOST_TENSORS = 3
 _LONGEST = 24
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(AllReduceCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("shapes", "axis")
-}
 Shape = tuple[int, ...]
 
 
@@ -129,16 +125,13 @@ def simpler(case: AllReduceCase, scope: Scope) -> Iterator[AllReduceCase]:
     """Simpler cases within the scope: the smallest meshes and shapes, then one option or recipe at a time."""
     for mesh in [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]:
         for shapes in _tiny(mesh.axis_size(case.axis)):
-            yield from _if_simpler(case, scope, {"mesh": mesh, "shapes": shapes})
-        yield from _if_simpler(case, scope, {"mesh": mesh, "shapes": case.shapes[:1]})
-        yield from _if_simpler(case, scope, {"mesh": mesh})
-    for name, plain in _PLAIN.items():
-        yield from _if_simpler(case, scope, {name: plain})
-    yield from _if_simpler(case, scope, {"algorithm": "ring"})
-    yield from _if_simpler(case, scope, {"recipes": AllReduceRecipes()})
-    yield from _if_simpler(
-        case, scope, {"recipes": AllReduceRecipes(dataclasses.replace(case.recipes.input, seed=0, inject=None, at=0))}
-    )
+            yield from _SIMPLER.changed(case, scope, mesh=mesh, shapes=shapes)
+        yield from _SIMPLER.changed(case, scope, mesh=mesh, shapes=case.shapes[:1])
+        yield from _SIMPLER.changed(case, scope, mesh=mesh)
+    yield from _SIMPLER.plainer(case, scope)
+    yield from _SIMPLER.changed(case, scope, algorithm="ring")
+    plain_data = dataclasses.replace(case.recipes.input, seed=0, inject=None, at=0)
+    yield from _SIMPLER.changed(case, scope, recipes=AllReduceRecipes(plain_data))
 
 
 def _tiny(n: int) -> list[tuple[Shape, ...]]:
@@ -146,18 +139,9 @@ def _tiny(n: int) -> list[tuple[Shape, ...]]:
     return [*((shape,) for shape in one), ((1,), (1,)), ((1,), (2,)), ((2,), (2,))]
 
 
-def _if_simpler(case: AllReduceCase, scope: Scope, changes: dict[str, Any]) -> Iterator[AllReduceCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
-
-
 def _measure(case: AllReduceCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
+    options = len(_SIMPLER.options(case))
     recipe = case.recipes.input
     data = recipe != Recipe(), recipe.inject is not None, recipe.seed, recipe.at
     sizes = len(case.shapes), sum(case.lengths), max(map(len, case.shapes)), case.shapes
@@ -188,3 +172,6 @@ def within(case: AllReduceCase, scope: Scope) -> bool:
         and case.algorithm in algorithms(scope)
         and all(scope.has(feature) for feature, needed in needs.items() if needed)
     )
+
+
+_SIMPLER = Simpler(AllReduceCase, ("shapes", "axis"), _measure, within)

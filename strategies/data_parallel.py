@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -24,6 +23,7 @@ from reference.recipe import Recipe
 from strategies.layers import one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.scope import Scope
+from strategies.simpler import Simpler
 
 #: The optional features of the subject.
 FEATURES = {
@@ -47,12 +47,6 @@ MOST_LAYERS, MOST_FEATURES, MOST_MICRO_BATCHES, MOST_SAMPLES, MOST_TOKENS = 5, 4
 _BUCKETS = (1000, 1, 3, 8, 20)
 _EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
 _ROUNDING = ("normal",) * 3 + ("uniform", "cancelling", "spiky") + ("lattice",)
-
-_PLAIN = {
-    f.name: f.default
-    for f in dataclasses.fields(DataParallelCase)
-    if f.default is not dataclasses.MISSING and f.name not in ("axis", "layers")
-}
 
 
 @st.composite
@@ -138,50 +132,37 @@ def simpler(case: DataParallelCase, scope: Scope) -> Iterator[DataParallelCase]:
     meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
     rounding = DataParallelRecipes(*[Recipe("normal")] * 3)
     for mesh in meshes_:
-        yield from _if_simpler(case, scope, {"mesh": mesh})
+        yield from _SIMPLER.changed(case, scope, mesh=mesh)
         # What a format loses may not show in the few whole numbers of a smaller mesh.
-        yield from _if_simpler(case, scope, {"mesh": mesh, "recipes": rounding})
-    options = {name: plain for name, plain in _PLAIN.items() if getattr(case, name) != plain}
+        yield from _SIMPLER.changed(case, scope, mesh=mesh, recipes=rounding)
+    options = _SIMPLER.options(case)
     for count in range(2):
         for kept in itertools.combinations(options, count):
             plain = {name: value for name, value in options.items() if name not in kept}
-            yield from _if_simpler(case, scope, {**plain, "layers": case.layers[:1]})
-            yield from _if_simpler(case, scope, plain)
-    for name, value in options.items():
-        yield from _if_simpler(case, scope, {name: value})
+            yield from _SIMPLER.changed(case, scope, **plain, layers=case.layers[:1])
+            yield from _SIMPLER.changed(case, scope, **plain)
+    yield from _SIMPLER.plainer(case, scope)
     for i in range(1, len(case.layers)):
         rest = tuple((at - (at > i), c, m) for at, c, m in case.skipped if at != i)
-        yield from _if_simpler(case, scope, {"layers": case.layers[:i] + case.layers[i + 1 :], "skipped": rest})
+        yield from _SIMPLER.changed(case, scope, layers=case.layers[:i] + case.layers[i + 1 :], skipped=rest)
     for i, layer in enumerate(case.layers):
         for plainer in (Layer(case.layers[0].out if layer.kind == "tied" else 1, layer.kind, False), Layer(1)):
             layers = (*case.layers[:i], plainer, *case.layers[i + 1 :])
-            yield from _if_simpler(case, scope, {"layers": layers})
+            yield from _SIMPLER.changed(case, scope, layers=layers)
     for i in range(len(case.skipped)):
-        yield from _if_simpler(case, scope, {"skipped": case.skipped[:i] + case.skipped[i + 1 :]})
+        yield from _SIMPLER.changed(case, scope, skipped=case.skipped[:i] + case.skipped[i + 1 :])
     for i in range(len(case.counts)):
-        yield from _if_simpler(case, scope, {"counts": case.counts[:i] + case.counts[i + 1 :]})
+        yield from _SIMPLER.changed(case, scope, counts=case.counts[:i] + case.counts[i + 1 :])
     for name in ("features", "micro_batches", "samples", "length"):
-        yield from _if_simpler(case, scope, {name: getattr(case, name) - 1})
-    for f in dataclasses.fields(case.recipes):
-        plainer_recipes = dataclasses.replace(case.recipes, **{f.name: Recipe()})
-        yield from _if_simpler(case, scope, {"recipes": plainer_recipes})
-
-
-def _if_simpler(case: DataParallelCase, scope: Scope, changes: dict[str, Any]) -> Iterator[DataParallelCase]:
-    try:
-        changed = dataclasses.replace(case, **changes)
-    except ValueError:
-        return  # options and sizes that do not go together
-    if _measure(changed) < _measure(case) and within(changed, scope):
-        yield changed
+        yield from _SIMPLER.changed(case, scope, **{name: getattr(case, name) - 1})
 
 
 def _measure(case: DataParallelCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
-    options = sum(getattr(case, name) != plain for name, plain in _PLAIN.items())
+    options = len(_SIMPLER.options(case))
     layers = [(layer.kind != "own", layer.out, layer.bias) for layer in case.layers]
     sizes = case.features, case.micro_batches, case.samples, case.length, len(case.counts), len(case.skipped)
-    made = sum(getattr(case.recipes, f.name) != Recipe() for f in dataclasses.fields(case.recipes))
+    made = len(_SIMPLER.recipes(case))
     mesh = case.mesh.size, len(case.mesh.axes)
     return (
         *mesh,
@@ -205,3 +186,6 @@ def within(case: DataParallelCase, scope: Scope) -> bool:
         "data_parallel_main_grad": case.main_grad,
     }
     return case.dtype in scope.dtypes and all(scope.has(feature) for feature, needed in needs.items() if needed)
+
+
+_SIMPLER = Simpler(DataParallelCase, ("axis", "layers"), _measure, within)
