@@ -15,7 +15,8 @@ from harness.network import Network
 from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
-from reference.data_parallel import DataParallelCase, Tensors, token_weights, trained, valid_tokens
+from reference.data_parallel import DataParallelCase, Tensors, trained
+from reference.data_parallel_tokens import token_weights, valid_tokens
 from reference.layout import Layout, layout_text, window, with_each
 from reference.traffic import Phase
 

@@ -22,10 +22,10 @@ from typing import Literal, get_args
 import torch
 
 from reference.cases import AlongAxis
+from reference.data_parallel_tokens import divisors, valid_tokens
 from reference.dtypes import Format, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
-from reference.precision import computed_in
 from reference.recipe import EXACT_KINDS, Recipe, fill
 
 Kind = Literal["own", "tied", "frozen", "unused"]
@@ -166,7 +166,7 @@ class DataParallelCase(AlongAxis):
             return False
         if self.reduction == "average" and not _is_power_of_two(self.parallel_size):
             return False
-        if not all(_is_power_of_two(divisor) for step in range(self.steps) for divisor in _divisors(self, step)):
+        if not all(_is_power_of_two(divisor) for step in range(self.steps) for divisor in divisors(self, step)):
             return False
         try:
             lattice_limits(sums(self))
@@ -222,41 +222,6 @@ def _parameters(case: DataParallelCase) -> Iterator[tuple[str, tuple[int, ...], 
             yield f"weight{i}", (layer.out, case.features), i
         if layer.bias:
             yield f"bias{i}", (layer.out,), i
-
-
-def valid_tokens(case: DataParallelCase, step: int) -> torch.Tensor:
-    """Which tokens count: bool [M, R, n, S, L]."""
-    dims = case.micro_batches, case.replicas, case.parallel_size, case.samples
-    start = step * math.prod(dims)
-    # Ranks are told apart by the fastest index, so that few counts differ between them.
-    places = torch.arange(start, start + math.prod(dims)).view(dims[0], dims[3], dims[1], dims[2]).permute(0, 2, 3, 1)
-    counts = torch.tensor(case.counts)[places % len(case.counts)]
-    for coordinate in case.empty:
-        counts[:, :, coordinate % case.parallel_size] = 0
-    return torch.arange(case.length) < counts.unsqueeze(-1)
-
-
-def _divisors(case: DataParallelCase, step: int) -> list[float]:
-    """Everything by which a loss is divided."""
-    counts_MRnS = valid_tokens(case, step).sum(-1)
-    if case.loss == "sum":
-        return []
-    if case.loss == "token_mean":
-        return counts_MRnS.sum((0, 2, 3)).tolist()
-    return [*(counts_MRnS > 0).sum((0, 2, 3)).tolist(), *set(counts_MRnS.flatten().tolist())]
-
-
-def token_weights(case: DataParallelCase, step: int) -> torch.Tensor:
-    """By what the loss of each token is multiplied in the loss of the batch: [M, R, n, S, L]."""
-    valid = valid_tokens(case, step).to(torch.float64)
-    counts = valid.sum(-1, keepdim=True)
-    with computed_in(case.loss_format.name):
-        if case.loss == "token_mean":
-            return valid / counts.sum((0, 2, 3, 4), keepdim=True).clamp(min=1)
-        if case.loss == "sample_mean":
-            samples = (counts > 0).sum((0, 2, 3, 4), keepdim=True).clamp(min=1)
-            return valid / counts.clamp(min=1) / samples
-    return valid
 
 
 def sums(case: DataParallelCase) -> list[Sum]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from reference.data_parallel import DataParallelCase, Tensors, frozen, token_weights
+from reference.data_parallel import DataParallelCase, Tensors, frozen
+from reference.data_parallel_tokens import token_weights
 from reference.precision import computed_in, rounded_to
 
 

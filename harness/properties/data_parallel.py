@@ -21,8 +21,9 @@ from harness.session import Session, phase
 from harness.train import NONE, attempt, train
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.data_parallel import DataParallelCase, idle, tensors, trained, valid_tokens
+from reference.data_parallel import DataParallelCase, idle, tensors, trained
 from reference.data_parallel_gradients import expected
+from reference.data_parallel_tokens import valid_tokens
 from reference.data_parallel_traffic import needed
 from reference.layout import Each, Layout
 

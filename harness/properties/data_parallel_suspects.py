@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from harness.oracle.patterns.evidence import Suspect, Values
-from reference.data_parallel import DataParallelCase, Tensors, token_weights, valid_tokens
+from reference.data_parallel import DataParallelCase, Tensors
 from reference.data_parallel_gradients import local_gradients, loss_of, reduced
+from reference.data_parallel_tokens import token_weights, valid_tokens
 
 
 def suspects(case: DataParallelCase, given: Tensors, name: str) -> list[Suspect]:

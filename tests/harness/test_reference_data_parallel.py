@@ -12,19 +12,9 @@ from hypothesis import given, settings
 import strategies.data_parallel
 from harness.network import Network
 from reference.codec import decode, encode
-from reference.data_parallel import (
-    DataParallelCase,
-    DataParallelRecipes,
-    Layer,
-    frozen,
-    idle,
-    sums,
-    tensors,
-    token_weights,
-    trained,
-    valid_tokens,
-)
+from reference.data_parallel import DataParallelCase, DataParallelRecipes, Layer, frozen, idle, sums, tensors, trained
 from reference.data_parallel_gradients import expected
+from reference.data_parallel_tokens import token_weights, valid_tokens
 from reference.data_parallel_traffic import needed, synchronised
 from reference.lattice import lattice_limits
 from reference.mesh import Mesh

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies.data_parallel
-from reference.data_parallel import DataParallelCase, idle, trained, valid_tokens
+from reference.data_parallel import DataParallelCase, idle, trained
+from reference.data_parallel_tokens import valid_tokens
 from reference.dtypes import FORMATS
 from reference.mesh import AXES
 from strategies.data_parallel import FEATURES, simpler, within
