@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.bench import Trial
 from harness.oracle.diagnose import POSSIBLE
+from harness.oracle.patterns.region import says_where
 from harness.verdict import Finding, Kind
 
 
@@ -40,6 +41,8 @@ def with_cause(fault: Fault, confirmed: Fault) -> Fault:
     found, first = fault.trial.verdict.findings, confirmed.trial.verdict.findings[0]
     if found[0].cause is not None or first.cause is None or _about(found[0]) != _about(first):
         return fault
+    if says_where(first.cause):
+        return fault  # on ranks, and at indices, that the shrunk case may not have
     cause = f"{first.cause} (seen in the case that failed first, before it was shrunk)"
     details = "\n".join(line for line in found[0].details.splitlines() if not line.startswith(POSSIBLE))
     told = replace(found[0], cause=cause, details=details)

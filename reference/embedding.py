@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from reference.cases import AlongAxis, all_exact
-from reference.dtypes import FORMATS, format_of
+from reference.cases import AlongAxis, all_exact, exponent, totals
+from reference.dtypes import format_of
 from reference.ids import Ids, fill_ids
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.layout import cut
@@ -113,9 +113,9 @@ class EmbeddingCase(AlongAxis):
 def sums(case: EmbeddingCase) -> list[Sum]:
     """The terms of every result, for the lattice bound."""
     tokens, p = [math.prod(dims) for dims in case.leading], case.format.precision
-    kept = FORMATS["fp32"].precision if case.main_grad and case.dtype != "fp64" else p
     output = Sum((Term(1, ("weight",)),), p)
-    return [output, *(Sum((Term(n, ("output_grad",)),), q) for n, q in ((max(tokens), p), (sum(tokens), kept)))]
+    total = totals(case.format, case.main_grad, tokens)
+    return [output, *(Sum((Term(n, ("output_grad",)),), q) for n, q in ((max(tokens), p), total))]
 
 
 def tensors(case: EmbeddingCase) -> Tensors:
@@ -129,7 +129,9 @@ def tensors(case: EmbeddingCase) -> Tensors:
             ids.view(case.replicas, -1)[:, -1] = -1 if case.invalid == "negative" else case.vocabulary
         made[f"input[{m}]"] = ids
         name, shape = f"output[{m}].grad", (case.replicas, *dims, case.hidden)
-        made[name] = fill(case.recipes.output_grad, name, shape, case.format, limits["output_grad"])
+        grad = fill(case.recipes.output_grad, name, shape, case.format, limits["output_grad"])
+        scaled = grad * 2.0 ** exponent(case.format, case.main_grad, m)
+        made[name] = scaled.to(case.format.torch_dtype).to(torch.float64)
     return made
 
 

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import torch
 
-from reference.cases import AlongAxis, all_exact
-from reference.dtypes import FORMATS, format_of
+from reference.cases import AlongAxis, all_exact, exponent, totals
+from reference.dtypes import format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
 from reference.precision import computed_in
@@ -110,10 +110,7 @@ class LinearCase(AlongAxis):
 def sums(case: LinearCase) -> list[Sum]:
     """The terms of every result, for the lattice bound: all sums of forward and backward."""
     p, tokens = case.format.precision, [_tokens(dims) for dims in case.leading]
-    steps = [2 ** -_exponent(case, m) for m in range(len(tokens))]
-    # In units of the smallest step: what one micro-batch gives, in the dtype, and the total.
-    total = sum(count * max(steps) // step for count, step in zip(tokens, steps, strict=True))
-    kept = FORMATS["fp32"].precision if max(steps) > 1 else p
+    total, kept = totals(case.format, case.main_grad, tokens)  # of one micro-batch each is in the dtype
     return [
         Sum((Term(case.in_features, ("input", "weight")), Term(1, ("bias",))), p),
         Sum((Term(case.out_features, ("output_grad", "weight")),), p),
@@ -123,16 +120,6 @@ def sums(case: LinearCase) -> list[Sum]:
             for count, precision in ((max(tokens), p), (total, kept))
         ),
     ]
-
-
-def _exponent(case: LinearCase, m: int) -> int:
-    """The power of two by which the output gradient of a micro-batch is scaled.
-
-    With ``main_grad`` in low precision every second one is so much smaller that the total over micro-batches is exact
-    in fp32 and hardly ever in the dtype: then a total that is kept in the dtype shows.
-    """
-    p = case.format.precision
-    return -p if case.main_grad and 2 * p < FORMATS["fp32"].precision and m % 2 else 0
 
 
 def tensors(case: LinearCase) -> Tensors:
@@ -151,7 +138,7 @@ def tensors(case: LinearCase) -> Tensors:
     for m, dims in enumerate(case.leading):
         add(f"input[{m}]", "input", (case.replicas, *dims, case.in_features))
         add(f"output[{m}].grad", "output_grad", (case.replicas, *dims, case.out_features))
-        scaled = made[f"output[{m}].grad"] * 2.0 ** _exponent(case, m)
+        scaled = made[f"output[{m}].grad"] * 2.0 ** exponent(case.format, case.main_grad, m)
         made[f"output[{m}].grad"] = scaled.to(case.format.torch_dtype).to(torch.float64)
     return made
 

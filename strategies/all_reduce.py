@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reference.all_reduce import Algorithm, AllReduceCase, AllReduceRecipes, Invalid, Operation, Reduction
 from reference.recipe import Recipe
-from strategies.layers import one_in
+from strategies.layers import alike, one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> AllReduceCase:
     operation: Operation = draw(st.sampled_from(["reduce_scatter", "all_gather"])) if pieces else "all_reduce"
     reduces = operation != "all_gather"
     whole = not pieces or scope.has("all_reduce_uneven_pieces")
-    shapes = tuple(draw(st.lists(_shapes(n, whole, scope), min_size=1, max_size=_MOST_TENSORS)))
+    shapes = alike(draw, draw(st.lists(_shapes(n, whole, scope), min_size=1, max_size=_MOST_TENSORS)))
     reduction: Reduction = draw(st.sampled_from(_reductions(scope))) if reduces else "sum"
     dtype = draw(st.sampled_from(scope.dtypes))
     refuses = scope.has("all_reduce_refuses") and not pieces and n > 1

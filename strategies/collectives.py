@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference.collectives import KINDS, CollectivesCase, CollectivesRecipes
-from strategies.layers import BACKWARD, MOST_MICRO_BATCHES, cut_length, one_in
+from strategies.layers import BACKWARD, MOST_MICRO_BATCHES, alike, cut_length, one_in
 from strategies.mesh import meshes, smaller_meshes
 from strategies.recipe import recipes
 from strategies.scope import Scope
@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> CollectivesCase:
     return CollectivesCase(
         mesh=mesh,
         kind=kind,
-        shapes=tuple(shapes),
+        shapes=alike(draw, shapes),
         dim=dim,
         axis=axis,
         dtype=dtype,

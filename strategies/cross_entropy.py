@@ -44,7 +44,7 @@ FEATURES = {
 }
 
 _INVALID: list[Invalid] = ["negative", "past"]
-_REDUCTIONS: list[Reduction] = ["none", "mean", "sum"]
+_REDUCTIONS: list[Reduction] = ["none", "mean", "mean", "sum"]
 _IGNORED: list[Ignored] = ["none", *["some"] * 3, "micro_batch", "replica", "all"]  # type: ignore[list-item]
 _ALPHAS, _Z_LOSSES, _SCALES = [0.1, 0.5], [1e-4, 0.1], [1, 1, 1, 1000]
 _TINY = 5

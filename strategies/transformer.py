@@ -61,6 +61,8 @@ def cases(draw: st.DrawFn, scope: Scope) -> TransformerCase:
     leading = draw(st.lists(st.tuples(st.sampled_from(_TOKENS), st.integers(1, 3)), min_size=1, max_size=2))
     if sequence_parallel:
         leading = [(max(n, tokens // n * n), sequences) for tokens, sequences in leading]
+    if one_in(draw, 3):  # see `strategies.layers.alike`
+        leading = [leading[0]] * len(leading)
     dropout = draw(st.sampled_from(DROPOUT[1:])) if scope.has("transformer_dropout") and one_in(draw, 6) else 0.0
     return TransformerCase(
         mesh=mesh,

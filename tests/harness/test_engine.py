@@ -82,6 +82,7 @@ def test_the_cause_that_the_first_case_told_is_kept() -> None:
     known = Finding("mismatch", "x differs", tensor="x[1].grad", cause="every element is 2 times too large")
     elsewhere = replace(known, tensor="x[0]")
     unsure = Finding("mismatch", "x differs", tensor="x[0].grad", details=f"{POSSIBLE}: it is doubled\nlayout: Whole()")
+    place = replace(known, cause="x[1].grad is wrong on rank 1 (tp=1) only")
     other, sure = Finding("hang", "no rank finished"), replace(unsure, cause="it is zero everywhere")
 
     def fault(finding: Finding) -> Fault:
@@ -91,7 +92,7 @@ def test_the_cause_that_the_first_case_told_is_kept() -> None:
     assert told[0].cause == f"{known.cause} (seen in the case that failed first, before it was shrunk)"
     assert told[0].details == "layout: Whole()"
     assert told[1] == unsure
-    pairs = ((sure, known), (unsure, unsure), (other, known), (unsure, other), (unsure, elsewhere))
+    pairs = ((sure, known), (unsure, unsure), (other, known), (unsure, other), (unsure, elsewhere), (unsure, place))
     for shrunk, first in pairs:
         assert with_cause(fault(shrunk), fault(first)).trial.verdict.findings[0] == shrunk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from harness.oracle.patterns.region import (
     one_slice,
     only_some_ranks,
     past_an_index,
+    says_where,
 )
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
@@ -60,6 +62,36 @@ def test_a_single_element() -> None:
     planted = Planted((4,), Whole(), TP2)
     planted.got[0][1] += 1
     assert one_element(planted.evidence()) is None, "of so few elements one is a quarter"
+
+
+def test_a_border_between_two_tokens_is_none_of_buckets() -> None:
+    """What a token does not see, and where it stands, begins there too; parameters are what buckets hold."""
+    planted = Planted((8, 5), Split(0, "tp"), TP2)
+    for first, between in ((20, True), (17, False)):
+        wrong = planted.want.copy()
+        wrong.ravel()[first:] += 1000
+        planted.got = planted.parts(wrong)
+        for name in ("output[0]", "input[1].grad", "weight.grad"):
+            evidence = dataclasses.replace(planted.evidence(), name=name)
+            silent = between and name != "weight.grad"
+            assert (past_an_index(evidence) is None) == silent, (name, first)
+
+
+def test_sentences_that_say_where_and_sentences_that_say_why() -> None:
+    for place in (
+        "weight.grad is wrong on rank 1 (pp=1) only",
+        "x is wrong only where tp=1, though other ranks hold the same part",
+        "x is wrong only from flat index 17 of 40 on: as if a buffer or bucket ended there",
+        "a single element of x, [6, 3], is wrong on rank 1",
+        "x has NaN where a finite value is due, on rank 2 only",
+    ):
+        assert says_where(place), place
+    for why in (
+        "q_norm_weight.grad covers only the rank's own heads: the sum over tp after the last backward is missing",
+        "rank 1's x equals the unreduced partial over tp: an all-reduce is missing in backward",
+        "x is 2 times too large",
+    ):
+        assert not says_where(why), why
 
 
 def test_past_an_index() -> None:

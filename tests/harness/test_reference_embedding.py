@@ -127,3 +127,17 @@ def test_options_that_do_not_go_together_are_refused(changes: dict[str, Any], me
     with pytest.raises(ValueError, match=r"\S") as caught:
         dataclasses.replace(plain, **changes)
     assert message in str(caught.value)
+
+
+def test_a_table_whose_main_gradient_is_kept_in_the_dtype_shows() -> None:
+    """Every second micro-batch is so small that a total in the dtype loses it, and exact in fp32."""
+    case = EmbeddingCase(Mesh.of(tp=1), 2, 4, leading=((4,), (4,)), dtype="bf16", main_grad=True)
+    given = tensors(case)
+    total = expected(case, given)["weight.grad"]
+    assert total is not None
+    assert torch.equal(total.to(torch.float32).to(torch.float64), total)
+    assert not torch.equal(total.to(torch.bfloat16).to(torch.float64), total)
+    plain = dataclasses.replace(case, main_grad=False)
+    want = expected(plain, tensors(plain))["weight.grad"]
+    assert want is not None
+    assert torch.equal(want.to(torch.bfloat16).to(torch.float64), want)

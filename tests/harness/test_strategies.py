@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 
 import strategies.linear
 import strategies.mesh
+from harness.draws import register
 from reference.dtypes import FORMATS
 from reference.linear import LinearCase, tensors
 from reference.mesh import AXES, MeshCase
+from strategies.layers import leadings
 from strategies.linear import FEATURES
 from strategies.scope import Scope
 
@@ -209,6 +211,22 @@ def smallest(strategy: st.SearchStrategy[Any], wanted: Callable[[Any], bool]) ->
     phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
     settings = hypothesis.settings(max_examples=2000, database=None, derandomize=False, phases=phases)
     return hypothesis.find(strategy, wanted, settings=settings, random=Random(0))
+
+
+def test_micro_batches_of_one_shape_are_drawn_and_of_several() -> None:
+    """What keeps a buffer or a mask of one call for the next shows only where shapes are equal."""
+    drawn: list[list[tuple[int, ...]]] = []
+
+    @hypothesis.settings(max_examples=300, database=None, deadline=None, backend=register())
+    @hypothesis.seed(1)
+    @given(st.data())
+    def draw(data: st.DataObject) -> None:
+        drawn.append(list(data.draw(leadings(2, 4))))
+
+    draw()
+    several = [leading for leading in drawn if len(leading) > 1]
+    alike = sum(len(set(leading)) == 1 for leading in several)
+    assert len(several) / 4 < alike < len(several) * 0.7, (alike, len(several))
 
 
 def test_the_plainest_case() -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from harness.oracle.patterns.evidence import Evidence, Mask
 from harness.oracle.patterns.wording import listed, on_ranks, ranks
 from reference.layout import Split, placements
 
+_PLACE = re.compile(r" is wrong (only|on .* only)|^a single element of | is due, on ")
+
 #: Below these, wrong elements lie by chance where they lie.
 _LEAST_TAIL = 4
 _LEAST_SHARE = 0.9
 _LEAST_OTHERS = 8
+
+
+def says_where(sentence: str) -> bool:
+    """Whether a cause is one of these: a place, which says nothing of another case."""
+    return _PLACE.search(sentence) is not None
 
 
 def not_finite(evidence: Evidence) -> str | None:
@@ -68,8 +77,16 @@ def past_an_index(evidence: Evidence) -> str | None:
     tail = found.size - first
     if first < _LEAST_TAIL or tail < _LEAST_TAIL or places.size < _LEAST_SHARE * tail:
         return None
+    if _whole_tokens(evidence, first):
+        return None
     where = f"from flat index {first} of {found.size} on"
     return f"{evidence.name} is wrong only {where}: as if a buffer or bucket ended there"
+
+
+def _whole_tokens(evidence: Evidence, first: int) -> bool:
+    """Whether the border lies between two tokens of an activation, where much else than a bucket begins: what a token
+    does not see, or where it stands."""
+    return evidence.name.startswith(("output", "input")) and first % evidence.want.shape[-1] == 0
 
 
 def at_the_borders(evidence: Evidence) -> str | None:
