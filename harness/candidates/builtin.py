@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,9 +17,11 @@ import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
+import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
 from harness.data_parallel import DataParallel
+from harness.sharded_optimizer import ShardedOptimizer
 from reference.all_reduce import AllReduceCase
 from reference.attention import visible_keys
 from reference.collectives import CollectivesCase
@@ -30,9 +32,10 @@ from reference.embedding import EmbeddingCase
 from reference.layout import Layout, Split, Whole
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase, shapes
-from sharded import agreement, all_reduce, buckets, collectives, loss_normalization
+from sharded import agreement, all_reduce, buckets, collectives, loss_normalization, sharded_optimizer, updates
 from sharded import mesh as sharded_mesh
 from sharded.cross_entropy import vocab_parallel_cross_entropy
 from sharded.data_parallel import DistributedDataParallel
@@ -66,6 +69,7 @@ class Builtin(Candidate):
             strategies.cross_entropy,
             strategies.transformer,
             strategies.data_parallel,
+            strategies.sharded_optimizer,
         )
         for feature in subject.FEATURES
         if feature != "all_reduce_library"
@@ -259,6 +263,29 @@ class Builtin(Candidate):
 
         return DataParallel(
             wrapped, no_sync=wrapped.no_sync, finish=wrapped.finish, loss=loss, report=report, close=wrapped.close
+        )
+
+    def sharded_optimizer(
+        self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> ShardedOptimizer:
+        if case.optimizer == "adamw":
+            rule: updates.Rule = updates.AdamW(case.lr, case.betas, case.eps, case.weight_decay)
+        else:
+            rule = updates.SGD(case.lr, case.momentum, case.weight_decay)
+        made = sharded_optimizer.ShardedOptimizer(
+            parameters.items(),
+            self.groups.group(case.axis),
+            rule,
+            reduction=case.reduction,
+            reduce_dtype=None if case.reduce_dtype == "same" else format_of(case.reduce_dtype).torch_dtype,
+            master_weights=case.master,
+        )
+        return ShardedOptimizer(
+            made.step,
+            owned=lambda name: [made.owned()[name]],
+            state=lambda name, kind: made.state()[name][kind],
+            save=made.save,
+            load=made.load,
         )
 
     def _transformer(self, case: TransformerCase) -> TransformerLayer:
