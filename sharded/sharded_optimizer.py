@@ -153,6 +153,7 @@ class ShardedOptimizer:
             "rule": type(self.rule).__name__,
             "steps": self._steps,
             "owners": self.group.size(),
+            "shapes": {name: tuple(p.shape) for b in self._buffers for name, p in b.parameters.items()},
             "parameters": parameters,
         }
 
