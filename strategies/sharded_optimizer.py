@@ -65,7 +65,11 @@ def cases(draw: st.DrawFn, scope: Scope) -> ShardedOptimizerCase:
     momentum = 0.0 if adamw else draw(st.sampled_from((0.0, 0.0, 0.9, 0.5)))
     steps = draw(st.integers(1, MOST_STEPS))
     load = _load(draw, steps, scope)
-    invalid = _invalid(draw, parameters, n, bool(load) and (dtype != "fp16" or master), scope)
+    saved = bool(load) and scope.has("sharded_optimizer_load")
+    invalid = _invalid(draw, parameters, n, saved and (dtype != "fp16" or master), scope)
+    load_axis = _load_axis(draw, mesh, axis, load, invalid, scope)
+    if load_axis is None and not scope.has("sharded_optimizer_load"):
+        load = 0  # there is no other size
     wide: list[ReduceDtype] = ["same", "fp32"] if low and scope.has("sharded_optimizer_reduce_dtype") else ["same"]
     kinds = [k for k in (_ROUNDING if rounding else _EXACT) if dtype != "fp16" or k != "spiky"]
     return ShardedOptimizerCase(
@@ -84,7 +88,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> ShardedOptimizerCase:
         reduce_dtype=draw(st.sampled_from(wide)),
         master=master,
         load=load,
-        load_axis=_load_axis(draw, mesh, axis, load, invalid, scope),
+        load_axis=load_axis,
         invalid=invalid,
         recipes=ShardedOptimizerRecipes(
             *(Recipe(draw(st.sampled_from(kinds)), draw(st.integers(0, 99))) for _ in range(2))
