@@ -23,6 +23,7 @@ from reference.data_parallel import over_ranks
 from reference.dtypes import Format, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.mesh import Mesh
+from reference.optimizers import adamw, sgd
 from reference.precision import computed_in, rounded_to
 from reference.recipe import Recipe, fill
 
@@ -265,36 +266,13 @@ def reduced(case: ShardedOptimizerCase, given: Tensors, i: int, step: int) -> to
 def updated(
     case: ShardedOptimizerCase, i: int, values: torch.Tensor, gradients: Iterator[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, Tensors]]:
-    """Values and state after each step. SGD: as described for torch.optim.SGD, after Sutskever et al., ICML 2013;
-    AdamW: Loshchilov and Hutter, ICLR 2019, algorithm 2."""
-    # Without a copy of their own the values are rounded to the parameter's format, which is the one that is kept.
+    """Values and state after each step."""
     state = {kind: torch.zeros_like(values) for kind in case.states}
     for t, gradient in enumerate(gradients, start=1):
         with computed_in(case.kept(i).name):
-            values, state = _UPDATES[case.optimizer](case, values, gradient, state, t)
+            if case.optimizer == "adamw":
+                options = case.lr, case.betas, case.eps, case.weight_decay
+                values, state = adamw(values, gradient, state, t, *options)
+            else:
+                values, state = sgd(values, gradient, state, t, case.lr, case.momentum, case.weight_decay)
         yield values, state
-
-
-def _sgd(
-    case: ShardedOptimizerCase, values: torch.Tensor, gradient: torch.Tensor, state: Tensors, t: int
-) -> tuple[torch.Tensor, Tensors]:
-    if case.weight_decay:
-        gradient = gradient + case.weight_decay * values
-    if case.momentum:
-        gradient = gradient + case.momentum * state["momentum"]
-        state = {"momentum": gradient}
-    return values - case.lr * gradient, state
-
-
-def _adamw(
-    case: ShardedOptimizerCase, values: torch.Tensor, gradient: torch.Tensor, state: Tensors, t: int
-) -> tuple[torch.Tensor, Tensors]:
-    beta1, beta2 = case.betas
-    mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
-    square = beta2 * state["exp_avg_sq"] + (1 - beta2) * (gradient * gradient)
-    direction = mean / (1 - beta1**t) / (torch.sqrt(square / (1 - beta2**t)) + case.eps)
-    values = values * (1 - case.lr * case.weight_decay) - case.lr * direction
-    return values, {"exp_avg": mean, "exp_avg_sq": square}
-
-
-_UPDATES = {"sgd": _sgd, "adamw": _adamw}

@@ -101,9 +101,11 @@ def test_the_same_faults_hide_where_they_must() -> None:
 
 @pytest.mark.parametrize("parameters", [PLAIN.parameters, (Parameter((2,)), Parameter((3,), kind="frozen"))])
 def test_what_is_not_said_is_not_checked(parameters: Any) -> None:
-    """The adapter of the documentation says neither what it owns nor its state; its traffic is its own."""
-    verdict = verdict_of("Simple", dataclasses.replace(MOMENTUM, parameters=parameters))
-    assert {one.kind for one in verdict.findings} <= {"traffic"}, said(verdict)
+    """An adapter that says neither what it owns nor its state; its traffic is its own, and must be declared."""
+    case = dataclasses.replace(MOMENTUM, parameters=parameters)
+    verdict = verdict_of("Declared", case)
+    assert verdict.holds, said(verdict)
+    assert {one.kind for one in verdict_of("Simple", case).findings} == {"traffic"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from harness import Candidate, ShardedOptimizer, new_group
 from harness.candidates.builtin import Builtin
+from harness.candidates.torch_sharded_optimizer import all_reduces_and_broadcasts
 
 
 class Simple(Candidate):
@@ -32,6 +33,13 @@ class Simple(Candidate):
             inner.step()
 
         return ShardedOptimizer(step)
+
+
+class Declared(Simple):
+    """The same, which says what it sends."""
+
+    def traffic(self, case: Any, needed: Sequence[Any]) -> Sequence[Any]:
+        return [one for one in all_reduces_and_broadcasts(case) if one.operation == "all_reduce"]
 
 
 class _Changed(Builtin):
