@@ -23,21 +23,20 @@ def _tail_lost() -> list[Patch]:
     def joined(self: Cut, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([x.reshape(-1) for x in tensors])[: self.owners * self.part]
 
-    def own_tensors(self: Cut, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What is left is cut as before, the last ones short."""
-        at = 0
-        for size in self.sizes:
-            yield buffer[at : at + size]
-            at += size
+    def tensors(self: Cut, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from padded(buffer, self.total).split_with_sizes(list(self.sizes))
 
     def hand_out(buffer: Buffer, flat: torch.Tensor) -> None:
+        """Elements of the tail stay as they are."""
+        left = flat.numel()
         for p, values in zip(buffer.parameters.values(), buffer.cut.tensors(flat), strict=True):
-            p.view(-1)[: values.numel()] = values
+            p.view(-1)[:left] = values[:left]
+            left = max(0, left - p.numel())
 
     return [
         (Cut, "part", property(part)),
         (Cut, "joined", joined),
-        (Cut, "tensors", own_tensors),
+        (Cut, "tensors", tensors),
         (sharded_optimizer, "hand_out", hand_out),
     ]
 
