@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from harness.data_parallel import DataParallel
+    from harness.sharded_optimizer import ShardedOptimizer
     from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
+    from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
     from reference.transformer import TransformerCase
 
@@ -194,6 +196,14 @@ class Candidate:
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
         """Subject data_parallel: wraps a module that is alike on all ranks along ``case.axis``. The harness made it,
         and drives forward, the loss and backward: ``DataParallel(wrapped)``."""
+        raise NotImplementedError
+
+    def sharded_optimizer(
+        self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> ShardedOptimizer:
+        """Subject sharded_optimizer: an optimizer of the parameters, which are alike on all ranks along ``case.axis``,
+        with its state sharded over them: ``ShardedOptimizer(optimizer.step)``. Called again where a state is loaded,
+        maybe with another axis."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

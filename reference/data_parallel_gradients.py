@@ -55,15 +55,19 @@ def reduced(case: DataParallelCase, locals_: torch.Tensor) -> torch.Tensor:
     if case.sync == "last":
         with computed_in(kept):
             total = locals_.sum(0)
-        with computed_in(sent):
-            total = (rounded_to(sent)(total) / divisor).sum(1)
+        total = over_ranks(total, 1, sent, divisor)
     else:
         coarser = kept if case.kept.precision < case.reduced_in.precision else sent
-        with computed_in(sent):
-            each = (rounded_to(sent)(locals_) / divisor).sum(2)
+        each = over_ranks(locals_, 2, sent, divisor)
         with computed_in(coarser):
             total = each.sum(0)
     return rounded_to(kept)(total)
+
+
+def over_ranks(gradients: torch.Tensor, dim: int, sent: str, divisor: int) -> torch.Tensor:
+    """The ranks' gradients, along ``dim``, reduced in the format ``sent``. divisor: their number for the average."""
+    with computed_in(sent):
+        return (rounded_to(sent)(gradients) / divisor).sum(dim)
 
 
 def loss_of(case: DataParallelCase, given: Tensors, step: int, weights: torch.Tensor) -> torch.Tensor:

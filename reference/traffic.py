@@ -9,7 +9,7 @@ from typing import Literal
 from reference.mesh import Mesh
 
 #: As in torch.distributed, without the name of the form.
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 #: When it is due: in the forward or the backward of a micro-batch, or once after the last backward.
 Phase = Literal["forward", "backward", "finish"]
 
@@ -18,10 +18,9 @@ Phase = Literal["forward", "backward", "finish"]
 class Transfer:
     """One collective along ``axis``, in one phase of one micro-batch (0 for ``finish``).
 
-    elements: that each rank gives: of an all-reduce and a reduce-scatter the whole tensor, of an all-gather its piece;
-    where a cut is uneven, with the padding to the longest piece. least: without any, where that is less.
-    dtype: torch's name. optional: a right implementation may do without, or do it
-    elsewhere.
+    elements: that each rank gives: of an all-reduce, a reduce-scatter and a broadcast the whole tensor, of an
+    all-gather its piece; where a cut is uneven, with the padding to the longest piece. least: without any, where that
+    is less. dtype: torch's name. optional: a right implementation may do without, or do it elsewhere.
     """
 
     phase: Phase

@@ -1,18 +1,20 @@
-"""Whether a module is the same on all ranks, before anything is built on it."""
+"""Whether parameters are the same on all ranks, before anything is built on it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 
-def require_alike(module: nn.Module, options: str, group: ProcessGroup) -> None:
-    """Raises ValueError, on every rank of the group, unless parameters agree in number, order, name, shape, dtype and
-    whether they train, and options in their text. One gather of these descriptions."""
-    mine = [options, *_described(module)]
+def require_alike(named: Iterable[tuple[str, torch.Tensor]], options: str, group: ProcessGroup) -> None:
+    """named: pairs of name and parameter. Raises ValueError, on every rank of the group, unless parameters agree in
+    number, order, name, shape, dtype and whether they train, and options in their text. One gather of these
+    descriptions."""
+    mine = [options, *_described(named)]
     everyone: list[Any] = [None] * group.size()
     if group.size() > 1:
         dist.all_gather_object(everyone, mine, group=group)
@@ -22,11 +24,8 @@ def require_alike(module: nn.Module, options: str, group: ProcessGroup) -> None:
                 raise ValueError(_difference(everyone[0], theirs, ranks[0], rank))
 
 
-def _described(module: nn.Module) -> list[str]:
-    return [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in module.named_parameters()
-    ]
+def _described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in named]
 
 
 def _difference(first: list[str], other: list[str], rank: int, differing: int) -> str:

@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         require_member(group)
         options = f"bucket_elements={bucket_elements}, reduction={reduction!r}, reduce_dtype={reduce_dtype}"
-        require_alike(module, f"{options}, main_grad={main_grad}", group)
+        require_alike(module.named_parameters(), f"{options}, main_grad={main_grad}", group)
         if reduction not in ("average", "sum"):
             raise ValueError(f"reduction {reduction!r}: expected 'average' or 'sum'")
         self.module = module

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -27,8 +27,10 @@ from harness.candidates import torch_collectives as collectives
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
+from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
+from harness.sharded_optimizer import ShardedOptimizer
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -38,6 +40,7 @@ from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
+from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
 
@@ -78,6 +81,7 @@ class TorchNative(WithKnownFaults):
         *collectives.FEATURES,
         *transformer.FEATURES,
         *DDP_FEATURES,
+        *ZERO_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -101,7 +105,7 @@ class TorchNative(WithKnownFaults):
         if isinstance(case, LinearCase) and case.kind == "row" and case.trained == {"bias"}:
             # DTensor gathers the gradient of the output for the product, also where only the bias trains.
             return with_output_gradient(case, needed)
-        return needed
+        return all_reduces_and_broadcasts(case) if isinstance(case, ShardedOptimizerCase) else needed
 
     def collective(self, case: CollectivesCase) -> Sharded:
         mesh, shapes = self.device_mesh[case.axis], iter(case.shapes)
@@ -210,6 +214,9 @@ class TorchNative(WithKnownFaults):
 
     def data_parallel(self, case: DataParallelCase, module: nn.Module) -> DataParallel:
         return distributed(case, module, self.device_mesh.get_group(case.axis))
+
+    def sharded_optimizer(self, case: ShardedOptimizerCase, parameters: Mapping[str, nn.Parameter]) -> ShardedOptimizer:
+        return zero_redundancy(case, parameters, self.device_mesh.get_group(case.axis))
 
 
 @functools.cache

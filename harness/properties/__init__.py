@@ -13,10 +13,22 @@ from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
+from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.transformer import TRANSFORMER
 
 PROPERTIES: Mapping[str, Property] = {
-    p.subject: p for p in (MESH, COLLECTIVES, ALL_REDUCE, LINEAR, EMBEDDING, CROSS_ENTROPY, TRANSFORMER, DATA_PARALLEL)
+    p.subject: p
+    for p in (
+        MESH,
+        COLLECTIVES,
+        ALL_REDUCE,
+        LINEAR,
+        EMBEDDING,
+        CROSS_ENTROPY,
+        TRANSFORMER,
+        DATA_PARALLEL,
+        SHARDED_OPTIMIZER,
+    )
 }
 
 

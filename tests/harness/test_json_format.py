@@ -23,6 +23,7 @@ from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
 from reference.recipe import KINDS, Recipe
+from reference.sharded_optimizer import Parameter, ShardedOptimizerRecipes
 from reference.transformer import TransformerRecipes
 
 TEXT = (Path(__file__).parents[2] / "docs" / "json.md").read_text("utf-8")
@@ -69,6 +70,7 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
     [
         *((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()),
         ("A layer", Layer),
+        ("A parameter", Parameter),
         ("A recipe", Recipe),
         ("Ids", Ids),
     ],
@@ -92,6 +94,7 @@ def test_the_names_that_recipes_have() -> None:
         ("cross_entropy", CrossEntropyRecipes),
         ("transformer", TransformerRecipes),
         ("data_parallel", DataParallelRecipes),
+        ("sharded_optimizer", ShardedOptimizerRecipes),
     ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,10 +14,12 @@ import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
+import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, layers, reductions, transformer
+from harness.candidates.builtin import data_parallel, layers, reductions, sharded_optimizer, transformer
 from harness.data_parallel import DataParallel
+from harness.sharded_optimizer import ShardedOptimizer
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -25,6 +27,7 @@ from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
 from sharded import mesh as sharded_mesh
@@ -53,6 +56,7 @@ class Builtin(Candidate):
             strategies.cross_entropy,
             strategies.transformer,
             strategies.data_parallel,
+            strategies.sharded_optimizer,
         )
         for feature in subject.FEATURES
         if feature != "all_reduce_library"
@@ -123,3 +127,8 @@ class Builtin(Candidate):
 
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
         return data_parallel.data_parallel(case, module, self.groups)
+
+    def sharded_optimizer(
+        self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> ShardedOptimizer:
+        return sharded_optimizer.sharded_optimizer(case, parameters, self.groups)

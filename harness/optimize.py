@@ -1,0 +1,196 @@
+"""Drives a sharded optimizer through the steps of a case on one rank, alike for every candidate."""
+
+from __future__ import annotations
+
+import io
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.candidate import NotOffered
+from harness.local import Purity, WrongAdapter, local_tensor, require_like
+from harness.observation import LocalTensor, Observation, Sent
+from harness.properties.refusal import REFUSED
+from harness.session import CandidateRaised, phase
+from harness.sharded_optimizer import ShardedOptimizer
+from harness.world.traffic import Recorder
+from reference.sharded_optimizer import OF_STATE, ShardedOptimizerCase, Tensors, local_gradients
+
+#: The facts of an observation: for each step and parameter, the ranges that the rank owns.
+OWNED = "owned"
+
+Ranges = tuple[tuple[int, int], ...]
+Parameters = dict[str, nn.Parameter]
+Build = Callable[[ShardedOptimizerCase, Parameters], object]
+
+
+def optimize(
+    case: ShardedOptimizerCase, given: Tensors, rank: int, build: Build, traffic: Recorder | None = None
+) -> Observation:
+    """Builds the optimizer, makes every step, and reads parameters and state.
+
+    Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
+    """
+    return _Run(case, given, rank, build, traffic).all()
+
+
+def attempt(case: ShardedOptimizerCase, given: Tensors, rank: int, build: Build) -> Observation:
+    """Hands over what must be refused: the fact ``refused`` is what was raised, or None."""
+    run = _Run(case, given, rank, build)
+    state = run.foreign_state() if case.invalid in OF_STATE else None
+    try:
+        if state is None:
+            run.all()
+        else:
+            optimizer = run.built(case, run.parameters())
+            with phase("load"):
+                run.loader(optimizer)(state)
+    except CandidateRaised as error:
+        return Observation(facts={REFUSED: str(error).partition("\n")[0]})
+    return Observation(facts={REFUSED: None})
+
+
+@dataclass
+class _Run:
+    case: ShardedOptimizerCase
+    given: Tensors
+    rank: int
+    build: Build
+    traffic: Recorder | None = None
+    sent: list[Sent] = field(default_factory=list)
+    tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
+    owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
+
+    def all(self) -> Observation:
+        case, purity = self.case, Purity()
+        parameters = self.parameters()
+        optimizer = self.built(case, self._spoiled(parameters))
+        for step in range(case.steps):
+            if case.load and step == case.load:
+                parameters, optimizer = self._resumed(parameters, optimizer)
+            self._set_gradients(parameters, step)
+            before = self._sent_so_far()
+            with phase(f"step {step}"):
+                optimizer.step()
+            if self.traffic is not None:
+                self.sent += [Sent("finish", step, one) for one in self.traffic.records()[before:]]
+            self._read(parameters, optimizer, step)
+        sent = None if self.traffic is None else tuple(self.sent)
+        return Observation(self.tensors, side_effects=tuple(purity.report()), sent=sent, facts={OWNED: self.owned})
+
+    def parameters(self) -> Parameters:
+        made: Parameters = {}
+        for i, one in enumerate(self.case.parameters):
+            values = self.given[f"parameter{i}"].to(self.case.format_of(i).torch_dtype)
+            made[f"parameter{i}"] = nn.Parameter(values.clone(), requires_grad=one.kind != "frozen")
+        return made
+
+    def built(self, case: ShardedOptimizerCase, parameters: Parameters) -> ShardedOptimizer:
+        with phase("build"):
+            made = self.build(case, parameters)
+        if not isinstance(made, ShardedOptimizer):
+            raise WrongAdapter(f"sharded_optimizer returned {reprlib.repr(made)}; expected ShardedOptimizer(step)")
+        return made
+
+    def loader(self, optimizer: ShardedOptimizer) -> Callable[[Any], object]:
+        if optimizer.load is None:
+            raise NotOffered("the sharded optimizer has no load")
+        return optimizer.load
+
+    def foreign_state(self) -> Any:
+        """The state of other parameters, or of another optimizer, after a step."""
+        case, parameters = self.case, self.parameters()
+        if case.invalid == "state_optimizer":
+            case = replace(case, optimizer="sgd" if case.optimizer == "adamw" else "adamw", momentum=0.0, invalid=None)
+        else:
+            parameters = _changed(parameters, case, str(case.invalid).removeprefix("state_"))
+        optimizer = self.built(case, parameters)
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with phase("step 0"):
+            optimizer.step()
+        return self._saved(optimizer)
+
+    def _spoiled(self, parameters: Parameters) -> Parameters:
+        """What is handed over: in a case that must be refused, not what there is."""
+        case = self.case
+        if case.invalid == "empty":
+            return {}
+        last = case.mesh.coordinate(self.rank, case.axis) == case.parallel_size - 1
+        return parameters if case.invalid is None or not last else _changed(parameters, case, case.invalid)
+
+    def _resumed(self, parameters: Parameters, optimizer: ShardedOptimizer) -> tuple[Parameters, ShardedOptimizer]:
+        """A new optimizer with the state of the old one, for new parameters of the same values."""
+        state = self._saved(optimizer)
+        again = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+        made = self.built(replace(self.case, axis=self.case.axis_at(self.case.load), load_axis=None), again)
+        with phase("load"):
+            self.loader(made)(state)
+        return again, made
+
+    def _saved(self, optimizer: ShardedOptimizer) -> Any:
+        """The state, as it comes back from a file."""
+        if optimizer.save is None:
+            raise NotOffered("the sharded optimizer has no save")
+        file = io.BytesIO()
+        with phase("save"):
+            torch.save(optimizer.save(), file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def _set_gradients(self, parameters: Parameters, step: int) -> None:
+        case = self.case
+        replica = case.mesh.coordinate(self.rank, case.apart) if case.apart else 0
+        coordinate = case.mesh.coordinate(self.rank, case.axis_at(step))
+        for i in case.trained:
+            parameter = parameters[f"parameter{i}"]
+            own = local_gradients(case, self.given, i, step)[replica, coordinate].to(parameter.dtype)
+            parameter.grad = own.clone() if case.has_gradient(i, coordinate) else None
+
+    def _sent_so_far(self) -> int:
+        return 0 if self.traffic is None else len(self.traffic.records())
+
+    def _read(self, parameters: Parameters, optimizer: ShardedOptimizer, step: int) -> None:
+        for i, one in enumerate(self.case.parameters):
+            name = f"parameter{i}"
+            what = f"{name}[{step}]"
+            with phase(f"reading {what}"):
+                found = parameters[name].detach()
+            require_like(what, found, one.shape, self.case.format_of(i).torch_dtype)
+            self.tensors[what] = local_tensor(what, found)
+            if one.kind != "frozen" and optimizer.owned is not None:
+                with phase(f"owned({name!r})"):
+                    ranges = tuple((int(start), int(stop)) for start, stop in optimizer.owned(name))
+                self.owned.setdefault(step, {})[name] = ranges
+                self._read_state(optimizer, i, step, sum(max(0, stop - start) for start, stop in ranges))
+
+    def _read_state(self, optimizer: ShardedOptimizer, i: int, step: int, elements: int) -> None:
+        if optimizer.state is None:
+            return
+        for kind in self.case.states:
+            what = f"{kind}{i}[{step}]"
+            with phase(f"state(parameter{i}, {kind})"):
+                found = optimizer.state(f"parameter{i}", kind)
+            require_like(f"{what} of the elements owned", found, (elements,), self.case.kept(i).torch_dtype)
+            self.tensors[what] = local_tensor(what, found)
+
+
+def _changed(parameters: Parameters, case: ShardedOptimizerCase, what: str) -> Parameters:
+    """Parameters that are not those of the case, in one way."""
+    name = f"parameter{case.trained[0]}"
+    first = parameters[name]
+    if what == "number":
+        return {**parameters, "another": nn.Parameter(torch.zeros(1, dtype=first.dtype))}
+    if what == "order":
+        return dict(reversed(parameters.items()))
+    if what == "shape":
+        return {
+            **parameters,
+            name: nn.Parameter(torch.zeros(*case.parameters[case.trained[0]].shape, 2, dtype=first.dtype)),
+        }
+    other = torch.float32 if first.dtype == torch.float64 else torch.float64
+    return {**parameters, name: nn.Parameter(first.detach().to(other))}
