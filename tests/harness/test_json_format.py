@@ -59,10 +59,10 @@ def test_the_keys_of_a_run(run: Any) -> None:
 
 
 def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
-    made = Reproducer("mine.py:Mine", "linear", BAD)
+    made = Reproducer("mine.py:Mine", "linear", BAD, delays=7)
     saved = json.loads(made.save(tmp_path, history=["{}"]).read_text())
     assert set(documented("A case")) == set(saved)
-    assert set(run["rows"][0]["failures"][0]["reproducer"]) == set(saved) - {"history", "folder"}
+    assert set(run["rows"][0]["failures"][0]["reproducer"]) == set(saved) - {"delays", "history", "folder"}
 
 
 @pytest.mark.parametrize(
