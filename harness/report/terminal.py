@@ -93,26 +93,32 @@ class TerminalReport:
 
 
 def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
-    """One line for each subject of each candidate."""
+    """One line for each subject that a candidate offers, and one for those that it does not."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("candidate", "library", "subject", "result"):
         table.add_column(column, overflow="fold")
     for column in ("examples", "meshes", "time"):
         table.add_column(column, justify="right")
     table.add_column("note", overflow="fold")
-    for row in rows:
-        library = "" if row.result == "not offered" else libraries.get(row.candidate, "")
-        ran = row.result != "not offered"
-        table.add_row(
-            plain(row.candidate.rpartition("/")[2]),  # of a file its name; the failures name it in full
-            plain(library),
-            row.subject,
-            plain(result_text(row), _STYLES[row.result]),
-            str(row.examples) if ran else "",
-            str(row.meshes) if ran else "",
-            f"{row.seconds:.1f} s" if ran else "",
-            Text(_note(row)),
-        )
+    for name in dict.fromkeys(row.candidate for row in rows):
+        own = [row for row in rows if row.candidate == name]
+        candidate = plain(name.rpartition("/")[2])  # of a file its name; the failures name it in full
+        lacking = [row.subject for row in own if row.result == "not offered"]
+        for row in own:
+            if row.result != "not offered":
+                table.add_row(
+                    candidate,
+                    plain(libraries.get(name, "")),
+                    row.subject,
+                    plain(result_text(row), _STYLES[row.result]),
+                    str(row.examples),
+                    str(row.meshes),
+                    f"{row.seconds:.1f} s",
+                    Text(_note(row)),
+                )
+        if lacking:
+            result = Text("not offered", _STYLES["not offered"])
+            table.add_row(candidate, Text(), "", result, "", "", "", Text(", ".join(lacking)))
     return table
 
 

@@ -76,6 +76,16 @@ def test_the_terminal_gets_words_and_no_orders() -> None:
     assert text.count(SHOWN) == 6, "message, cause, details, library, why it stopped, what was refused"
 
 
+def test_what_a_candidate_does_not_offer_is_one_line() -> None:
+    written = io.StringIO()
+    rows = [Row(name, subject, result) for name in ("a.py:A", "b.py:B") for subject, result in (
+        ("mesh", "not offered"), ("linear", "held"), ("embedding", "not offered"))]  # fmt: skip
+    Console(file=written, width=200, color_system=None).print(rows_table(rows, {"a.py:A": "A"}))
+    lines = [line.split() for line in written.getvalue().splitlines()[1:]]
+    assert [line[:2] for line in lines] == [["a.py:A", "A"], ["a.py:A", "not"], ["b.py:B", "linear"], ["b.py:B", "not"]]
+    assert [" ".join(line[3:]) for line in lines[1::2]] == ["mesh, embedding"] * 2
+
+
 def test_strict_parsers_read_the_json(tmp_path: Path) -> None:
     row = failing("\ud800.py:Mine")
     write_json(tmp_path / "run.json", RunDone(1, (row,), 0.0, {row.candidate: WORDS}))
