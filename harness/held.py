@@ -66,12 +66,19 @@ def held(name: str, parameter: torch.Tensor | PartOf) -> Held:
     except Exception as error:
         raise WrongAdapter(f"PartOf of {what}: take raised {error!r} for a shape of {tuple(local.shape)}") from error
     problem = _problem(taken, local.numel())
+    if problem is None and not torch.equal(parameter.take(_renumbered(numbers)), _renumbered(taken)):
+        problem = "calculates"
     if problem is not None:
         raise WrongAdapter(
             f"PartOf of {what}, of a tensor of local shape {tuple(local.shape)}: take {problem}; "
             "expected it to cut, view, permute or index, and nothing else"
         )
     return Held(parameter.tensor, taken)
+
+
+def _renumbered(numbers: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the elements: what picks them picks these at the same places."""
+    return 3 * numbers + 7
 
 
 def _problem(taken: object, size: int) -> str | None:

@@ -35,8 +35,9 @@ class _Suspected:
         average = case.reduction == "average"
         if n > 1:
             over, total = f"over {case.axis}", locals_.sum(0)
+            less = f"divided by the size of {case.axis} twice" if average else f"averaged {over} where the sum is due"
             yield Suspect(f"is {n} times too large: summed {over} where the average is due", (right * n).numpy())
-            yield Suspect(f"is 1/{n} of what is due: averaged {over} where the sum is due", (right / n).numpy())
+            yield Suspect(f"is 1/{n} of what is due: {less}", (right / n).numpy())
             yield Suspect(f"is the rank's own: it is not reduced {over}", self._per_rank(total))
             if average:
                 divided = self._per_rank(total / n)

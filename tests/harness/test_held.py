@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from trials import BAD, GOOD, bench, candidate, judge, only_finding
@@ -9,6 +11,7 @@ from trials import BAD, GOOD, bench, candidate, judge, only_finding
 from harness import verify
 from harness.candidate import PartOf
 from harness.held import held
+from harness.local import WrongAdapter
 from reference.linear import LinearCase
 
 
@@ -88,3 +91,20 @@ def test_the_gradient_of_a_fused_parameter_must_be_like_it() -> None:
     finding = only_finding("fused.py:OtherGradient")
     assert finding.kind == "mismatch"
     assert "weight.grad is part of a gradient of local shape (2, 2); expected (3, 2)" in finding.message
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("take", [lambda w: w * 2, lambda w: w + 1, lambda w: w[:1] - 1, lambda w: w.flip(0) * -1])
+def test_arithmetic_is_refused_however_its_numbers_fall(
+    shape: tuple[int, int], take: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with pytest.raises(WrongAdapter, match="take calculates"):
+        held("weight", PartOf(torch.zeros(shape), take))
+
+
+@pytest.mark.parametrize(
+    "take", [lambda w: w, lambda w: w.T, lambda w: w[1:], lambda w: w.flip(0)[:, ::2], lambda w: w[[2, 0]]]
+)
+def test_what_picks_elements_is_taken(take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    assert torch.equal(held("weight", PartOf(tensor, take)).local(), take(tensor))
