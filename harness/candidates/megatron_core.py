@@ -221,6 +221,8 @@ class MegatronCore(WithKnownFaults):
             self.known_fault("attention with fewer key/value heads than ranks: gathers over the default tp group")
         if case.recompute == "full" and case.trains and not case.input_requires_grad:
             self.known_fault("full recomputation with an input that needs no gradient: nothing in the layer trains")
+        if case.dropout and case.qk_norm:
+            raise NotOffered("recomputation changes the last bits of the gradients of head norms")
         return transformer.transformer_layer(case, self._group(case.axis))
 
     def dropout_masks(self, case: TransformerCase) -> dict[str, torch.Tensor]:

