@@ -11,6 +11,7 @@ from harness.candidate import Candidate, NotOffered
 from harness.errors import WrongUse
 from harness.find import Spec, load
 from harness.world import RankContext
+from harness.world.traffic import Recorder
 from reference.mesh import Mesh
 
 
@@ -60,7 +61,8 @@ def _is_ours(frame: FrameType) -> bool:
 class Session:
     """The candidate's instances on this rank. Every rank makes the same calls in the same order."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, traffic: Recorder | None = None) -> None:
+        self.traffic = traffic
         with phase("import"):
             self.kind = load(spec)
         self.variant = spec.variant
@@ -71,7 +73,7 @@ class Session:
         """This rank's session for a candidate, made when first asked."""
         session = context.state.get(spec)
         if session is None:
-            session = context.state[spec] = Session(spec)
+            session = context.state[spec] = Session(spec, context.traffic)
         return session
 
     def make(self) -> Candidate:
@@ -79,7 +81,8 @@ class Session:
             return self.kind(self.variant) if self.variant is not None else self.kind()
 
     def on(self, mesh: Mesh) -> Candidate:
-        """The instance for this mesh, opened and active."""
+        """The instance for this mesh, opened and active. Collectives are counted from here on: the same case has the
+        same numbers, and the same delays, in processes that have opened the mesh before and in fresh ones."""
         candidate = self._open.get(mesh)
         if candidate is None:
             candidate = self.make()
@@ -88,4 +91,6 @@ class Session:
             self._open[mesh] = candidate
         with phase("activate"):
             candidate.activate()
+        if self.traffic is not None:
+            self.traffic.clear()
         return candidate

@@ -57,7 +57,7 @@ def test_who_does_not_wait_is_found_and_replayed() -> None:
     case = CollectivesCase(Mesh.of(tp=2), "reduce", ((3,),))
     spec = candidate("impatient.py:Impatient")
     with Bench(spec) as bench:
-        # On a loaded machine rank 0 may come late by itself, as late as rank 1.
+        # On a loaded machine rank 0 may come late by itself, as late as rank 1. Fresh processes have the same delays.
         trials = (bench.check(COLLECTIVES, case, SEED) for _ in range(20))
         trial = next(trial for trial in trials if trial.verdict.kind == "mismatch")
     assert trial.delays == SEED
