@@ -61,9 +61,9 @@ def test_who_does_not_wait_is_found_and_replayed() -> None:
         trials = (bench.check(COLLECTIVES, case, SEED) for _ in range(20))
         trial = next(trial for trial in trials if trial.verdict.kind == "mismatch")
     assert trial.delays == SEED
-    done = verify(spec, subjects=["collectives"], max_world=2, examples=40, seed=5, save=None, delays="all")
-    (failure,) = done.rows[0].failures
-    assert failure.kind == "mismatch"
+    done = verify(spec, subjects=["collectives"], max_world=2, examples=200, seed=5, save=None, delays="all")
+    # One rank of two that is late, before the one sum that there is, and not the other: one case of some forty.
+    failure = next(one for one in done.rows[0].failures if one.kind == "mismatch")
     if failure.reproducer.delays:  # on a loaded machine it may fail without them
         data = json.loads(failure.reproducer.line())
         assert read(json.dumps(data)) == failure.reproducer
