@@ -7,7 +7,8 @@
 | order on a rank | a backward after its own forward, the part for the weights after that for the input |
 | messages | schedule_messages.py |
 | progress | schedule_run.py: with sends that do not wait, every rank comes to its end |
-| in flight, idle share | not more than the formula, as much as the formula (schedule_formulas.py) |
+| in flight | not more than the formula (schedule_formulas.py) |
+| idle share | as much as the formula, or no more where backwards are split |
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 
 from reference.schedule import BI, BW, Array, B, F, Lists, ScheduleCase
-from reference.schedule_formulas import idle_share, most_in_flight, span
+from reference.schedule_formulas import EXACT, idle_share, most_in_flight, span
 from reference.schedule_messages import broken_messages
 from reference.schedule_run import UNITS, Run, Stuck, Units, run
 from reference.schedule_tables import Broken, Tables, more, unknown_actions
@@ -128,16 +129,15 @@ def _too_many(case: ScheduleCase, held: list[Array]) -> Iterator[Broken]:
 
 def _idle(case: ScheduleCase, ran: Run, units: Units) -> Iterator[Broken]:
     expected = span(case, units.forward, units.backward)
-    if expected is None or ran.span == expected:
+    if ran.span == expected or (case.kind not in EXACT and ran.span < expected):
         return
-    share, formula = ran.idle_share, idle_share(case)
     yield Broken(
         "idle share",
-        f"ranks are idle for {say(share)} of the time ({ran.span} units with {units}); {case.kind} has "
-        f"{say(formula)} ({expected} units)",
+        f"ranks are idle for {say(ran.idle_share)} of the time ({ran.span} units with {units}); expected for "
+        f"{case.kind}: {'' if case.kind in EXACT else 'at most '}{say(idle_share(case))} ({expected} units)",
     )
 
 
-def say(share: Fraction | None) -> str:
+def say(share: Fraction) -> str:
     """``3/11 (27.3 %)``."""
-    return "no formula" if share is None else f"{share} ({float(share):.1%})".replace("%", " %")
+    return f"{share} ({100 * float(share):.1f} %)"
