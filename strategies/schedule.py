@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -30,10 +31,7 @@ _FEW_STAGES, _FEW_CHUNKS, _FEW_MICRO_BATCHES, _MOST_PLACES = 8, 4, 24, 1 << 14
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> ScheduleCase:
     """A case within the scope; 1F1B, of at least as many micro-batches as ranks, needs no feature."""
-    kinds: list[ScheduleKind] = ["1f1b"]
-    for kind in ("gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"):
-        if scope.has(f"schedule_{kind}"):
-            kinds.append(kind)  # type: ignore[arg-type]
+    kinds = [kind for kind in get_args(ScheduleKind) if kind == "1f1b" or scope.has(f"schedule_{kind}")]
     kind = draw(st.sampled_from(kinds))
     large = draw(st.integers(0, 5)) == 5
     p = draw(st.integers(1, min(MOST_STAGES if large else _FEW_STAGES, scope.largest_mesh)))

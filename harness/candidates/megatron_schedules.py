@@ -52,7 +52,7 @@ def _group(case: ScheduleCase) -> int:
     p, m = case.stages, case.micro_batches
     least = next((n for n in range(p, m + 1) if m % n == 0 or m % n >= p), None)
     if least is None:
-        raise NotOffered(f"its interleaved schedule takes no {m} micro-batches on {p} ranks")
+        raise NotOffered("its interleaved schedule does not take so few micro-batches")
     if least > -(-m // (m // p)):
-        raise NotOffered(f"it takes {m} micro-batches on {p} ranks in groups of {least}, and holds more than is needed")
+        raise NotOffered("its groups are larger than they need be for so many micro-batches, and more is in flight")
     return least

@@ -60,7 +60,7 @@ def schedule(case: ScheduleCase) -> PipelineSchedule:
     try:
         made = kind(stages[0] if single else stages, case.micro_batches)
     except ValueError as error:  # of its constructors: counts that it does not take
-        raise NotOffered(f"{name} refuses it: {error}") from error
+        raise NotOffered(f"{name} does not take so many micro-batches") from error
     order = made.pipeline_order if single else made.pipeline_order_with_comms
     if order is None:
         raise NotOffered(f"{name} of this version of torch lists no actions")
