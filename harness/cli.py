@@ -206,10 +206,10 @@ def schedule(
 
     terminate_cleanly()
     from harness.report.console import print_line, result_console
-    from harness.report.schedule_picture import draw, require_drawing
-    from harness.report.schedule_text import print_schedule
+    from harness.report.schedule_picture import Panel, draw, require_drawing
+    from harness.report.schedule_text import print_schedule, title
     from harness.report.terminal import print_failure
-    from harness.schedules import case_of, title, tried
+    from harness.schedules import case_of, tried
 
     case = case_of(kind, stages, micro_batches, chunks)
     if plot is not None:
@@ -231,7 +231,7 @@ def schedule(
         else:
             print_line(console, "all rules hold", "green")
         if plot is not None and checked is not None and checked.run is not None:
-            draw(plot, [(title(case), verdict.facts["lists"], checked.run)])
+            draw(plot, [Panel(title(case), verdict.facts["lists"], checked.run)])
             print_line(console, f"drawn: {plot}")
     except CannotPrint as error:
         unwritten = error

@@ -28,14 +28,6 @@ def case_of(kind: str, stages: int, micro_batches: int, chunks: int) -> Schedule
     return case
 
 
-def title(case: ScheduleCase) -> str:
-    """``1f1b: 4 ranks, 8 micro-batches``."""
-    chunks = f", {case.chunks} chunks on each" if case.chunks > 1 else ""
-    counts = [(case.stages, "rank"), (case.micro_batches, "micro-batch")]
-    ranks, micro_batches = (f"{n} {name}{'' if n == 1 else 'es' if name.endswith('h') else 's'}" for n, name in counts)
-    return f"{case.kind}: {ranks}{chunks}, {micro_batches}"
-
-
 def tried(candidate: str, case: ScheduleCase, deadline: float) -> Failure:
     """What came of it, as a failure whose verdict may be that it holds. Raises WrongUse."""
     require_deadline(deadline)

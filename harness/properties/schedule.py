@@ -43,11 +43,10 @@ def judge(case: ScheduleCase, description: Description, want: None, worlds: Sequ
     """Its facts hold the lists and what was found of them, for those who want to show them."""
     found = Lists(**worlds[0][0].facts)
     checked = check(case, found)
-    cause = _cause(case, found)
-    findings = tuple(
-        _finding(case, broken, cause if broken.rule == "known actions" else None) for broken in checked.broken
-    )
-    return Verdict(findings, facts={"lists": found, "checked": checked})
+    findings = [_finding(case, broken) for broken in checked.broken]
+    if findings and checked.broken[0].rule == "known actions":
+        findings[0] = dataclasses.replace(findings[0], cause=_cause(case, found))
+    return Verdict(tuple(findings), facts={"lists": found, "checked": checked})
 
 
 def _finding(case: ScheduleCase, broken: Broken) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,22 @@ from harness.report.schedule_text import label
 from reference.schedule import BI, BW, B, F, Lists
 from reference.schedule_run import Run
 
-#: Light and dark for the first and the last chunk; backwards are hatched, to be told apart without colours.
-_BLUE, _GREEN, _YELLOW = ("#c6dbef", "#2171b5"), ("#c7e9c0", "#238b45"), ("#fee391", "#cc8a00")
+#: Lighter and darker for the first and the last chunk; backwards are hatched, to be told apart without colours.
+_BLUE, _GREEN, _YELLOW = ("#c6dbef", "#6baed6"), ("#c7e9c0", "#74c476"), ("#fff0b3", "#fec44f")
 _COLOURS = {F: _BLUE, B: _GREEN, BI: _GREEN, BW: _YELLOW}
 _NAMES = {F: "forward", B: "backward", BI: "backward to the input", BW: "backward to the weights"}
 #: Boxes narrower than so many inches have no text.
 _READABLE = 0.13
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One schedule. unit: how long one unit of its run is drawn; with v chunks, a chunk is 1/v of a rank's work."""
+
+    title: str
+    lists: Lists
+    run: Run
+    unit: float = 1.0
 
 
 class CannotDraw(WrongUse):
@@ -36,19 +47,21 @@ def require_drawing(path: Path) -> None:
         raise CannotDraw(f"--plot {path}: there is no folder {path.absolute().parent}")
 
 
-def draw(path: Path, panels: Sequence[tuple[str, Lists, Run]]) -> None:
+def draw(path: Path, panels: Sequence[Panel]) -> None:
     """Draws the schedules under each other, each with its title, on one scale of time. Raises CannotDraw."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    longest = max(run.span for _, _, run in panels)
-    width = min(16.0, max(6.0, 0.22 * longest))
-    heights = [0.24 * lists.ranks + 0.6 for _, lists, _ in panels]
-    with matplotlib.rc_context({"svg.hashsalt": "shardproof", "svg.fonttype": "none", "font.size": 8}):
+    longest = max(panel.run.span * panel.unit for panel in panels)
+    width = min(16.0, max(6.0, max(0.22 * panel.run.span for panel in panels)))
+    heights = [0.24 * panel.lists.ranks + 0.6 for panel in panels]
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "shardproof", "svg.fonttype": "none", "font.size": 8, "hatch.linewidth": 0.5}
+    ):
         figure = Figure(figsize=(width, min(40.0, sum(heights) + 0.4)), layout="constrained")
         axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-        for one, (title, lists, run) in zip(axes, panels, strict=True):
-            _draw_one(one, title, lists, run, longest, width)
+        for one, panel in zip(axes, panels, strict=True):
+            _draw_one(one, panel, longest, width)
         axes[-1].set_xlabel("units of time")
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -56,9 +69,10 @@ def draw(path: Path, panels: Sequence[tuple[str, Lists, Run]]) -> None:
             raise CannotDraw(f"cannot write --plot {path}: {error.strerror}") from error
 
 
-def _draw_one(axes: Any, title: str, lists: Lists, run: Run, longest: int, width: float) -> None:
+def _draw_one(axes: Any, panel: Panel, longest: float, width: float) -> None:
     from matplotlib.patches import Patch
 
+    lists, run, unit = panel.lists, panel.run, panel.unit
     inch = 0.9 * width / longest
     seen: dict[tuple[int, int], Patch] = {}
     for rank, (actions, starts, ends) in enumerate(zip(lists.actions, run.start, run.end, strict=True)):
@@ -67,15 +81,14 @@ def _draw_one(axes: Any, title: str, lists: Lists, run: Run, longest: int, width
                 continue
             colour, hatch = _colour(kind, chunk, lists.chunks), "" if kind == F else "////"
             look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
-            axes.barh(rank, end - start, left=start, height=0.9, **look)
+            axes.barh(rank, unit * (end - start), left=unit * start, height=0.9, **look)
             seen.setdefault((kind, chunk), Patch(label=_legend(kind, chunk, lists.chunks), **look))
             text = label(kind, k, chunk, 1)[1:]
-            if inch * (end - start) > _READABLE * max(1, len(text)) / 1.5:
-                dark = lists.chunks > 1 and chunk > (lists.chunks - 1) / 2
-                style = {"fontsize": 6.5, "color": "white" if dark else "black", "va": "center", "ha": "center"}
-                axes.text((start + end) / 2, rank, text, **style)
+            if inch * unit * (end - start) > _READABLE * max(1, len(text)) / 1.5:
+                style = {"fontsize": 6.5, "va": "center", "ha": "center"}
+                axes.text(unit * (start + end) / 2, rank, text, **style)
     axes.set(xlim=(0, longest), ylim=(lists.ranks - 0.45, -0.55), ylabel="rank")
-    axes.set_title(title, loc="left", fontsize=8)
+    axes.set_title(panel.title, loc="left", fontsize=8)
     axes.set_yticks(range(0, lists.ranks, max(1, lists.ranks // 16)))
     axes.set_facecolor("#f4f4f4")
     for side in ("top", "right"):

@@ -43,6 +43,14 @@ def print_schedule(console: Console, case: ScheduleCase, lists: Lists, checked: 
         print_line(console, "the lists say only what is computed, and name no messages")
 
 
+def title(case: ScheduleCase) -> str:
+    """``1f1b: 4 ranks, 8 micro-batches``."""
+    chunks = f", {case.chunks} chunks on each" if case.chunks > 1 else ""
+    counts = [(case.stages, "rank"), (case.micro_batches, "micro-batch")]
+    ranks, micro_batches = (f"{n} {name}{'' if n == 1 else 'es' if name.endswith('h') else 's'}" for n, name in counts)
+    return f"{case.kind}: {ranks}{chunks}, {micro_batches}"
+
+
 def label(kind: int, micro_batch: int, chunk: int, chunks: int) -> str:
     """``F3``, or ``F3b`` for the second of several chunks."""
     letter = "" if chunks == 1 else chr(ord("a") + chunk) if chunks <= 26 else f".{chunk}"
