@@ -71,7 +71,11 @@ def test_the_readme_shows_the_examples() -> None:
 
 def test_the_readme_names_commands_and_options_that_exist() -> None:
     named = re.findall(r"shardproof (verify|replay|list|mesh|schedule|doctor)\b([^\n`]*)", README)
-    assert {command for command, _ in named} == {"verify", "replay", "list", "mesh", "schedule", "doctor"} == set(main.commands)
+    assert (
+        {command for command, _ in named}
+        == {"verify", "replay", "list", "mesh", "schedule", "doctor"}
+        == set(main.commands)
+    )
     for command, rest in named:
         known = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= known, rest
