@@ -97,7 +97,7 @@ class DeclaredReduceScatter(PaddedReduceScatter):
             reduced = dataclasses.replace(
                 one, operation="reduce_scatter", elements=one.elements + 4, least=one.elements
             )
-            made += [reduced, dataclasses.replace(one, operation="all_gather"))
+            made += [reduced, dataclasses.replace(one, operation="all_gather")]
         return made
 
 
