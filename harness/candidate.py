@@ -36,6 +36,13 @@ class NotOffered(Exception):
     rejected, never as passed."""
 
 
+def require_callables(what: str, arguments: Mapping[str, object]) -> None:
+    """Raises TypeError for an argument that is there and cannot be called."""
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{what}(..., {name}={value!r}): expected a function; pass it without calling it")
+
+
 class PartOf:
     """A parameter that the module holds as part of a larger tensor, such as the queries of one fused weight for
     queries, keys and values.
@@ -90,6 +97,7 @@ class Sharded:
             *(outputs or {}).values(),
         ):
             placements(layout)  # refuses what is not a layout
+        require_callables("Sharded", {"module": module, "forward": forward, "read_grad": read_grad, "finish": finish})
         self.module = module
         self.forward = forward or module
         self.layouts = dict(layouts)

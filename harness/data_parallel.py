@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from harness.candidate import require_callables
 from reference.layout import Layout, Whole, placements
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class DataParallel:
         close: Callable[[], None] | None = None,
     ) -> None:
         placements(layout)  # refuses what is not a layout
+        functions = {"forward": forward, "no_sync": no_sync, "finish": finish, "loss": loss, "report": report}
+        require_callables("DataParallel", {**functions, "zero_grad": zero_grad, "read_grad": read_grad, "close": close})
         self.forward = forward
         self.no_sync = no_sync
         self.finish = finish

@@ -138,7 +138,10 @@ class _Run:
             raise NotOffered("the sharded optimizer has no save")
         file = io.BytesIO()
         with phase("save"):
-            torch.save(optimizer.save(), file)
+            state: Any = optimizer.save()
+            torch.save(state, file)
+        if state is None:
+            raise WrongAdapter("save returned None; expected the state, as what torch.save can write")
         file.seek(0)
         return torch.load(file, weights_only=False)
 
@@ -149,7 +152,7 @@ class _Run:
         for i in case.trained:
             parameter = parameters[f"parameter{i}"]
             own = local_gradients(case, self.given, i, step)[replica, coordinate].to(parameter.dtype)
-            parameter.grad = own.clone() if case.has_gradient(i, coordinate) else None
+            parameter.grad = own.clone() if case.has_gradient(i, coordinate, step) else None
 
     def _sent_so_far(self) -> int:
         return 0 if self.traffic is None else len(self.traffic.records())
@@ -164,7 +167,8 @@ class _Run:
             self.tensors[what] = local_tensor(what, found)
             if one.kind != "frozen" and optimizer.owned is not None:
                 with phase(f"owned({name!r})"):
-                    ranges = tuple((int(start), int(stop)) for start, stop in optimizer.owned(name))
+                    said: Any = optimizer.owned(name)
+                ranges = _ranges(name, said)
                 self.owned.setdefault(step, {})[name] = ranges
                 self._read_state(optimizer, i, step, sum(max(0, stop - start) for start, stop in ranges))
 
@@ -177,6 +181,16 @@ class _Run:
                 found = optimizer.state(f"parameter{i}", kind)
             require_like(f"{what} of the elements owned", found, (elements,), self.case.kept(i).torch_dtype)
             self.tensors[what] = local_tensor(what, found)
+
+
+def _ranges(name: str, said: Any) -> Ranges:
+    try:
+        return tuple((int(start), int(stop)) for start, stop in said)
+    except (TypeError, ValueError):
+        raise WrongAdapter(
+            f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of its elements, "
+            "an empty one where the rank keeps none"
+        ) from None
 
 
 def _changed(parameters: Parameters, case: ShardedOptimizerCase, what: str) -> Parameters:

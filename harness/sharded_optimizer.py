@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness.candidate import require_callables
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,6 +34,9 @@ class ShardedOptimizer:
     ) -> None:
         if state is not None and owned is None:
             raise TypeError("ShardedOptimizer(..., state=) without owned=: say of which elements the state is")
+        require_callables(
+            "ShardedOptimizer", {"step": step, "owned": owned, "state": state, "save": save, "load": load}
+        )
         self.step = step
         self.owned = owned
         self.state = state

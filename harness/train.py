@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -94,10 +95,8 @@ class _Run:
         masks = tuple(mask[self.replica, self.coordinate] for mask in valid_tokens(case, step))
         for m in range(M):
             syncs = case.sync == "every" or m == M - 1
-            with phase("no_sync"):
-                context = nullcontext() if syncs else wrapped.no_sync()
             k = step * M + m
-            with context:
+            with nullcontext() if syncs else self._without_sync():
                 self._micro_batch(step, m, masks)
             if syncs and wrapped.finish is not None:
                 with phase(f"finish after micro-batch {m}"), self._sending("finish", k):
@@ -110,13 +109,27 @@ class _Run:
         for name, parameter in self._parameters():
             self._read(f"{name}[{step}].grad", name, parameter)
 
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        with phase("no_sync"):
+            context: Any = self.wrapped.no_sync()
+        if not isinstance(context, AbstractContextManager):
+            found = reprlib.repr(context)
+            raise WrongAdapter(
+                f"no_sync returned {found}; expected a context, as DistributedDataParallel.no_sync makes"
+            )
+        with ExitStack() as stack:
+            with phase("no_sync"):
+                stack.enter_context(context)
+            yield
+
     def _micro_batch(self, step: int, m: int, masks: tuple[torch.Tensor, ...]) -> None:
         case, k = self.case, step * self.case.micro_batches + m
         x = self.given[f"input[{k}]"][self.replica, self.coordinate].to(case.format.torch_dtype)
         name = f"input[{k}]"
         self.purity.watch(name, x)
         with phase(f"forward of micro-batch {m}"), self._sending("forward", k):
-            losses = self.wrapped.forward(x, case.used(self.coordinate, m))
+            losses = self.wrapped.forward(x, case.used(self.coordinate, k))
         require_like("the output", losses, (case.samples, case.length), case.loss_format.torch_dtype)
         if self.wrapped.loss is None:
             total = (losses * self._weights(step, m)).sum()

@@ -68,8 +68,9 @@ class DataParallelCase(AlongAxis):
 
     ``features`` enter each of ``layers``. A step has ``micro_batches`` of ``samples`` of ``length`` tokens. How many of
     a sample's tokens are valid, the first ones, ``counts`` says, read round and round; ranks whose coordinate is in
-    ``empty`` have none. ``skipped`` lists (layer, coordinate, micro-batch) where a layer is not used: numbers too
-    large for the case start again from 0, so that it may shrink. ``rotated``: ranks use the layers in different orders.
+    ``empty`` have none. ``skipped`` lists (layer, coordinate, k) where a layer is not used, k = step * M + m;
+    coordinate -1 is all ranks, and numbers too large for the case start again from 0, so that it may shrink.
+    ``rotated``: ranks use the layers in different orders.
 
     ``loss``: the mean over all valid tokens; the mean over all samples that have any, of each one's mean; or the sum.
     ``sync``: gradients are reduced once a step, or after every micro-batch. ``reduction``: what the wrapper does with
@@ -120,8 +121,12 @@ class DataParallelCase(AlongAxis):
         if any(layer.kind == "tied" and layer.out != self.layers[0].out for layer in self.layers):
             raise ValueError(f"a tied layer has the first layer's {self.layers[0].out} features")
         skipped = [place[0] % len(self.layers) for place in self.skipped]
-        if any(min(place) < 0 for place in self.skipped) or 0 in skipped or min(self.empty, default=0) < 0:
-            raise ValueError(f"skipped {self.skipped}, empty {self.empty}: numbers from 0 on, and not the first layer")
+        wrong = any(min(i, at) < 0 or c < -1 for i, c, at in self.skipped)
+        if wrong or 0 in skipped or min(self.empty, default=0) < 0:
+            raise ValueError(
+                f"skipped {self.skipped}, empty {self.empty}: numbers from 0 on (a coordinate also -1), and not the "
+                "first layer"
+            )
         if self.reduce_dtype != "same" and self.reduce_dtype not in REDUCIBLE[self.dtype, self.main_grad]:
             raise ValueError(f"gradients in {self.kept.name} are not reduced in {self.reduce_dtype}")
         if self.main_grad and self.format.precision >= 24:
@@ -146,16 +151,17 @@ class DataParallelCase(AlongAxis):
         """That of the loss of a token, and of what is made of it."""
         return format_of("fp64" if self.dtype == "fp64" else "fp32")
 
-    def used(self, coordinate: int, m: int) -> tuple[int, ...]:
-        """The layers that a rank uses in a micro-batch, in its order."""
-        count, n = len(self.layers), self.parallel_size
-        left_out = {(i % count, c % n, at % self.micro_batches) for i, c, at in self.skipped}
+    def used(self, coordinate: int, k: int) -> tuple[int, ...]:
+        """The layers that a rank uses in micro-batch k = step * M + m, in its order."""
+        count, n, total = len(self.layers), self.parallel_size, self.steps * self.micro_batches
+        left_out = {i % count for i, c, at in self.skipped if at % total == k and (c < 0 or c % n == coordinate)}
         order = [(i + coordinate) % count for i in range(count)] if self.rotated else range(count)
-        return tuple(i for i in order if self.layers[i].kind != "unused" and (i, coordinate, m) not in left_out)
+        return tuple(i for i in order if self.layers[i].kind != "unused" and i not in left_out)
 
-    def ever_used(self, i: int) -> bool:
-        """Whether any rank uses a layer."""
-        pairs = ((c, m) for c in range(self.parallel_size) for m in range(self.micro_batches))
+    def ever_used(self, i: int, step: int | None = None) -> bool:
+        """Whether any rank uses a layer, in a step or at all."""
+        steps, M = range(self.steps) if step is None else (step,), self.micro_batches
+        pairs = ((c, one * M + m) for c in range(self.parallel_size) for one in steps for m in range(M))
         return any(i in self.used(*pair) for pair in pairs)
 
     @property
@@ -205,13 +211,13 @@ def frozen(case: DataParallelCase) -> list[str]:
     return [name for name, _, i in _parameters(case) if case.layers[i].kind == "frozen"]
 
 
-def idle(case: DataParallelCase) -> list[str]:
-    """Trained parameters that no rank uses."""
+def idle(case: DataParallelCase, step: int | None = None) -> list[str]:
+    """Trained parameters that no rank uses, in a step or at all."""
     ties = [i for i, layer in enumerate(case.layers) if layer.kind == "tied"]
     found = []
     for name, _, i in _parameters(case):
         users = [i, *ties] if name == "weight0" else [i]
-        if case.layers[i].kind != "frozen" and not any(map(case.ever_used, users)):
+        if case.layers[i].kind != "frozen" and not any(case.ever_used(user, step) for user in users):
             found.append(name)
     return found
 
@@ -238,19 +244,20 @@ def sums(case: DataParallelCase) -> list[Sum]:
     factors = ("coefficient", "parameter", "input")
     of_token = (Term(outs * case.features, factors), Term(outs, factors[:2]))
     whole = tuple(Term(tokens * term.count, term.factors) for term in of_token)
-    return [
+    of_gradients = [
         Sum((Term(of_backward * ties, ("coefficient", "input")),), case.format.precision),
         Sum((Term(max(1, tokens) * ties, ("coefficient", "input")),), p),
         Sum((Term(max(1, tokens), ("coefficient",)),), p),
-        Sum(of_token, case.format.precision),
-        Sum(whole, case.loss_format.precision),
     ]
+    if case.recipes.parameter.kind == "zeros":  # then so is every loss, and gradients may be larger
+        return of_gradients
+    return [*of_gradients, Sum(of_token, case.format.precision), Sum(whole, case.loss_format.precision)]
 
 
 def tensors(case: DataParallelCase) -> Tensors:
     """Every global tensor of the case, float64, filled by its recipe and rounded to the case's dtype."""
     roles = ("input", "parameter", "coefficient")
-    limits = lattice_limits(sums(case)) if case.exact else dict.fromkeys(roles, LARGEST_USEFUL)
+    limits = dict.fromkeys(roles, LARGEST_USEFUL) | (lattice_limits(sums(case)) if case.exact else {})
     made: Tensors = {}
 
     def add(name: str, role: str, shape: tuple[int, ...]) -> None:

@@ -36,7 +36,7 @@ def local_gradients(case: DataParallelCase, given: Tensors, step: int, weights: 
     for i, layer in enumerate(case.layers):
         if layer.kind == "frozen":
             continue
-        used_Mn = torch.tensor([[float(i in case.used(c, m)) for c in range(n)] for m in range(M)])
+        used_Mn = torch.tensor([[float(i in case.used(c, step * M + m)) for c in range(n)] for m in range(M)])
         used_MRn = used_Mn.to(torch.float64).unsqueeze(1)
         g_MRnTO = scaled_MRnT.unsqueeze(-1) * given[f"coefficient{i}"] * used_MRn[..., None, None]
         gradient = g_MRnTO.transpose(-1, -2) @ x_MRnTH
@@ -78,7 +78,7 @@ def loss_of(case: DataParallelCase, given: Tensors, step: int, weights: torch.Te
         x_RnTH = given[f"input[{step * M + m}]"].flatten(2, 3)
         token_RnT = torch.zeros(x_RnTH.shape[:-1], dtype=torch.float64)
         for i, layer in enumerate(case.layers):
-            used = torch.tensor([float(i in case.used(c, m)) for c in range(n)], dtype=torch.float64)
+            used = torch.tensor([float(i in case.used(c, step * M + m)) for c in range(n)], dtype=torch.float64)
             if not used.any():
                 continue
             y_RnTO = x_RnTH @ given["weight0" if layer.kind == "tied" else f"weight{i}"].T

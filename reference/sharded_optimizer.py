@@ -27,7 +27,7 @@ from reference.optimizers import adamw, sgd
 from reference.precision import computed_in, rounded_to
 from reference.recipe import Recipe, fill
 
-Kind = Literal["trained", "frozen", "some", "none"]
+Kind = Literal["trained", "frozen", "some", "none", "first"]
 Optimizer = Literal["sgd", "adamw"]
 Reduction = Literal["average", "sum"]
 ReduceDtype = Literal["same", "fp32"]
@@ -41,7 +41,8 @@ OF_STATE: tuple[Invalid, ...] = ("state_number", "state_shape", "state_optimizer
 @dataclass(frozen=True)
 class Parameter:
     """One parameter. fp32: whatever the case's dtype. kind: ``frozen`` does not train; ``some``: on every second rank
-    along the axis, from the second on, it has no gradient, which stands for zeros; ``none``: on no rank."""
+    along the axis, from the second on, it has no gradient, which stands for zeros; ``none``: on no rank; ``first``: it
+    has one in the first step alone."""
 
     shape: tuple[int, ...] = (1,)
     fp32: bool = False
@@ -170,9 +171,9 @@ class ShardedOptimizerCase(AlongAxis):
             return "exp_avg", "exp_avg_sq"
         return ("momentum",) if self.momentum else ()
 
-    def has_gradient(self, i: int, coordinate: int) -> bool:
+    def has_gradient(self, i: int, coordinate: int, step: int) -> bool:
         kind = self.parameters[i].kind
-        return kind == "trained" or (kind == "some" and coordinate % 2 == 0)
+        return kind == "trained" or (kind == "some" and coordinate % 2 == 0) or (kind == "first" and step == 0)
 
     @property
     def exact(self) -> bool:
@@ -225,7 +226,7 @@ def tensors(case: ShardedOptimizerCase) -> Tensors:
     for step in range(case.steps):
         n = case.mesh.axis_size(case.axis_at(step))
         for i in case.trained:
-            if case.parameters[i].kind != "none":
+            if case.parameters[i].kind != "none" and (case.parameters[i].kind != "first" or step == 0):
                 name, shape = f"gradient{i}[{step}]", (case.groups, n, *case.parameters[i].shape)
                 made[name] = fill(case.recipes.gradient, name, shape, case.format_of(i), limits["gradient"])
     return made
@@ -250,9 +251,9 @@ def expected(case: ShardedOptimizerCase, given: Tensors) -> dict[str, torch.Tens
 def local_gradients(case: ShardedOptimizerCase, given: Tensors, i: int, step: int) -> torch.Tensor:
     """[R, n, *shape], zeros where a rank has none."""
     n, one = case.mesh.axis_size(case.axis_at(step)), case.parameters[i]
-    if one.kind == "none":
+    if one.kind == "none" or (one.kind == "first" and step > 0):
         return torch.zeros(case.groups, n, *one.shape, dtype=torch.float64)
-    there = torch.tensor([float(case.has_gradient(i, c)) for c in range(n)], dtype=torch.float64)
+    there = torch.tensor([float(case.has_gradient(i, c, step)) for c in range(n)], dtype=torch.float64)
     return given[f"gradient{i}[{step}]"] * there.view(n, *[1] * len(one.shape))
 
 

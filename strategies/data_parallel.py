@@ -43,6 +43,11 @@ FEATURES = {
 }
 
 MOST_LAYERS, MOST_FEATURES, MOST_MICRO_BATCHES, MOST_SAMPLES, MOST_TOKENS = 5, 4, 3, 2, 3
+#: A format that is too low for main gradients shows only in the sum of many, and large ones: without a loss to hold,
+#: they fill their format.
+_MANY_MICRO_BATCHES, _LARGE = (8, 12), DataParallelRecipes(parameter=Recipe("zeros"))
+#: In one case of ten, for what a buffer of a fixed size cuts off.
+_MANY_FEATURES = (20, 100)
 #: Of one parameter each; of several, with a partial last one; larger than some parameters; and all in one.
 _BUCKETS = (1000, 1, 3, 8, 20)
 _EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
@@ -60,23 +65,31 @@ def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
     many = scope.has("data_parallel_no_sync") or scope.has("data_parallel_sync_every")
     micro_batches = draw(st.integers(1, MOST_MICRO_BATCHES)) if many else 1
     every = scope.has("data_parallel_sync_every") and (not scope.has("data_parallel_no_sync") or one_in(draw, 4))
-    length = draw(st.integers(1, MOST_TOKENS))
+    length, large = draw(st.integers(1, MOST_TOKENS)), one_in(draw, 10)
     dtype = draw(st.sampled_from(scope.dtypes))
     main_grad = scope.has("data_parallel_main_grad") and dtype in ("bf16", "fp16") and draw(st.booleans())
+    losses, recipes = get_args(Loss)[::-1], draw(_recipes(dtype))
+    if main_grad and many and draw(st.booleans()):
+        micro_batches, losses, recipes = draw(st.integers(*_MANY_MICRO_BATCHES)), ("sum",), _LARGE
     formats: list[ReduceDtype] = ["same"]
     if scope.has("data_parallel_reduce_dtype"):
         formats += REDUCIBLE[dtype, main_grad]  # type: ignore[arg-type]
     reductions: list[Reduction] = ["average", "sum"] if scope.has("data_parallel_sum") else ["average"]
+    steps = draw(st.integers(1, 2))
     skipped = []
     if scope.has("data_parallel_unused") and len(layers) > 1:
-        place = st.tuples(st.integers(1, len(layers) - 1), st.integers(0, n - 1), st.integers(0, micro_batches - 1))
+        which, total = st.integers(1, len(layers) - 1), steps * micro_batches
+        place = st.tuples(which, st.integers(0, n - 1), st.integers(0, total - 1))
         skipped = draw(st.lists(place, max_size=4, unique=True))
+        if steps > 1 and one_in(draw, 4):  # in one step by nobody
+            layer, step = draw(which), draw(st.integers(0, steps - 1))
+            skipped += [(layer, -1, step * micro_batches + m) for m in range(micro_batches)]
     return DataParallelCase(
         mesh=mesh,
         layers=layers,
-        features=draw(st.integers(1, MOST_FEATURES)),
+        features=draw(st.integers(*_MANY_FEATURES) if large else st.integers(1, MOST_FEATURES)),
         micro_batches=micro_batches,
-        steps=draw(st.integers(1, 2)),
+        steps=steps,
         samples=draw(st.integers(1, MOST_SAMPLES)),
         length=length,
         counts=tuple(draw(st.lists(st.integers(0, length), min_size=1, max_size=8))),
@@ -87,7 +100,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
         rotated=scope.has("data_parallel_order") and draw(st.booleans()),
         axis=axis,
         dtype=dtype,
-        loss=draw(st.sampled_from(get_args(Loss)[::-1])),
+        loss=draw(st.sampled_from(losses)),
         sync="every" if every else "last",
         reduction=draw(st.sampled_from(reductions)),
         reduce_dtype=draw(st.sampled_from(formats)),
@@ -96,7 +109,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
         overlap=scope.has("data_parallel_overlap") and draw(st.booleans()),
         main_grad=main_grad,
         invalid=_invalid(draw, layers) if scope.has("data_parallel_refuses") and n > 1 and one_in(draw, 12) else None,
-        recipes=draw(_recipes(dtype)),
+        recipes=recipes,
     )
 
 

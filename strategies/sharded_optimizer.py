@@ -41,8 +41,21 @@ FEATURES = {
 }
 
 MOST_PARAMETERS, MOST_STEPS = 5, 3
-#: Scalars, single elements, tiny ones, and some that are larger than an owner's part.
-_SHAPES: tuple[tuple[int, ...], ...] = ((1,), (), (2,), (3,), (2, 2), (5,), (1, 1), (3, 4), (2, 3, 2), (17,))
+#: Scalars, single elements, tiny ones, some that are larger than an owner's part, or than a buffer of a fixed size.
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (1,),
+    (),
+    (2,),
+    (3,),
+    (2, 2),
+    (5,),
+    (1, 1),
+    (3, 4),
+    (2, 3, 2),
+    (17,),
+    (70,),
+    (9, 40),
+)
 _LR = (1.0, 0.5, 0.25, 0.1, 0.01)
 _EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
 _ROUNDING = ("normal",) * 3 + ("uniform", "cancelling", "spiky") + ("lattice",)
@@ -124,7 +137,7 @@ def _invalid(draw: st.DrawFn, parameters: tuple[Parameter, ...], n: int, loads: 
 def _parameters(draw: st.DrawFn, scope: Scope, mixed: bool) -> tuple[Parameter, ...]:
     kinds: list[Kind] = ["trained", "trained"]
     kinds += ["frozen"] if scope.has("sharded_optimizer_frozen") else []
-    kinds += ["some", "none"] if scope.has("sharded_optimizer_missing") else []
+    kinds += ["some", "none", "first"] if scope.has("sharded_optimizer_missing") else []
 
     def one(among: list[Kind]) -> Parameter:
         fp32 = mixed and draw(st.booleans())
@@ -190,7 +203,7 @@ def within(case: ShardedOptimizerCase, scope: Scope) -> bool:
         "sharded_optimizer_master": case.master,
         "sharded_optimizer_mixed": any(one.fp32 for one in case.parameters),
         "sharded_optimizer_frozen": "frozen" in kinds,
-        "sharded_optimizer_missing": bool(kinds & {"some", "none"}),
+        "sharded_optimizer_missing": bool(kinds & {"some", "none", "first"}),
         "sharded_optimizer_load": bool(case.load) and case.load_axis is None,
         "sharded_optimizer_load_other_size": case.load_axis is not None,
     }

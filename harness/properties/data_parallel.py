@@ -79,7 +79,6 @@ def _bases(want: dict[str, Want]) -> list[str]:
 def _missing(case: DataParallelCase, seen: World) -> Iterator[Finding]:
     """A gradient that is None: of a parameter that no rank uses, or in a step without a token, it stands for zeros,
     where all ranks agree; of another it is missing."""
-    unused = set(idle(case))
     none = [set(one.facts.get(NONE, ())) for one in seen]
     for rank, names in enumerate(none):
         for name in sorted(names):
@@ -90,7 +89,7 @@ def _missing(case: DataParallelCase, seen: World) -> Iterator[Finding]:
                 message = f"{name} is None on {place} and not on {case.mesh.describe(others[0])}"
                 yield Finding("disagree", message, rank, place, name)
                 return
-            if base not in unused and bool(valid_tokens(case, step).any()):
+            if base not in idle(case, step) and bool(valid_tokens(case, step).any()):
                 message = f"{name} is None on {place}, although the parameter is used and trains"
                 yield Finding("mismatch", message, rank, place, name)
                 return

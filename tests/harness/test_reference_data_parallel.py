@@ -40,7 +40,9 @@ def of_one_process(case: DataParallelCase) -> dict[str, torch.Tensor | None]:
             for m in range(case.micro_batches):
                 for c in range(case.parallel_size):
                     x = given_[f"input[{step * case.micro_batches + m}]"][replica, c]
-                    total = total + (network(x, case.used(c, m)) * weights[m, replica, c]).sum()
+                    total = (
+                        total + (network(x, case.used(c, step * case.micro_batches + m)) * weights[m, replica, c]).sum()
+                    )
             total.backward()
             losses.append(total.detach())
             named = {f"{what}{i}": p for i in range(len(case.layers)) for what, p in network.parameters_of(i).items()}
@@ -132,6 +134,15 @@ def test_who_uses_what() -> None:
     assert frozen(case) == ["weight2", "bias2"]
     assert "weight1" not in trained(case)
     assert idle(dataclasses.replace(case, skipped=())) == ["weight3", "bias3"]
+
+
+def test_what_is_used_may_change_from_step_to_step() -> None:
+    case = DataParallelCase(
+        DP, (Layer(), Layer(bias=False)), micro_batches=2, steps=2, skipped=((1, -1, 2), (1, -1, 3))
+    )
+    assert [[case.used(c, k) for k in range(4)] for c in range(2)] == [[(0, 1), (0, 1), (0,), (0,)]] * 2
+    assert (idle(case), idle(case, 0), idle(case, 1)) == ([], [], ["weight1"])
+    assert idle(dataclasses.replace(case, skipped=case.skipped[:1]), 1) == []
 
 
 def test_every_trained_element_is_reduced_at_each_synchronisation() -> None:

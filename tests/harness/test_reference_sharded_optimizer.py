@@ -105,16 +105,23 @@ def test_what_rounds_is_not_exact() -> None:
 
 
 def test_who_has_gradients() -> None:
-    case = ShardedOptimizerCase(Mesh.of(dp=3), tuple(Parameter(kind=k) for k in ("trained", "some", "none")))
-    assert [[case.has_gradient(i, c) for c in range(3)] for i in range(3)] == [
+    case = ShardedOptimizerCase(
+        Mesh.of(dp=3), tuple(Parameter(kind=k) for k in ("trained", "some", "none", "first")), steps=2
+    )
+    assert [[case.has_gradient(i, c, 0) for c in range(3)] for i in range(4)] == [
         [True] * 3,
         [True, False, True],
         [False] * 3,
+        [True] * 3,
     ]
+    assert not case.has_gradient(3, 0, 1)
     given_ = tensors(case)
     assert "gradient2[0]" not in given_
     assert not local_gradients(case, given_, 1, 0)[:, 1].any()
     assert not local_gradients(case, given_, 2, 0).any()
+    assert local_gradients(case, given_, 3, 0).any()
+    assert "gradient3[1]" not in given_
+    assert not local_gradients(case, given_, 3, 1).any()
 
 
 def test_a_state_that_moves_has_one_replica_and_gradients_for_each_axis() -> None:

@@ -78,6 +78,7 @@ def test_the_shipped_candidate_is_right(builtin: Bench, name: str) -> None:
         ("ReturnsTheModule", "plain", "expected DataParallel(wrapped_module)"),
         ("Detached", "plain", "the loss of micro-batch 0 does not require a gradient"),
         ("DrawsNumbers", "plain", "side-effect: the candidate drew from the default random generator"),
+        ("NoContext", "plain", "no_sync returned None; expected a context, as DistributedDataParallel.no_sync makes"),
         ("Declares", "plain", "traffic: gradients are reduced in step 0, micro-batch 1 in 1 pieces of other sizes"),
         (
             "SmallerBuckets",
@@ -149,6 +150,12 @@ def test_parts_of_the_group_must_be_declared() -> None:
     case = dataclasses.replace(PLAIN, micro_batches=1, mesh=Mesh.of(dp=4))
     words = "traffic: gradients are reduced over another group in step 0, micro-batch 0: all_reduce on group [0, 1]"
     assert words in said(verdict_of("InTwoStepsUndeclared", case))
+
+
+@pytest.mark.parametrize("name", ["finish", "no_sync", "read_grad"])
+def test_what_cannot_be_called_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"DataParallel\\(..., {name}=True\\): expected a function"):
+        DataParallel(lambda x: x, **{name: True})  # type: ignore[arg-type]
 
 
 def test_what_is_no_layout_is_refused() -> None:
