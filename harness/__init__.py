@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
+from harness.pipeline import Pipeline
 from harness.sharded_optimizer import ShardedOptimizer
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
@@ -25,6 +26,7 @@ __all__ = [
     "NotOffered",
     "PartOf",
     "Partial",
+    "Pipeline",
     "Sharded",
     "ShardedOptimizer",
     "Split",

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from harness.data_parallel import DataParallel
+    from harness.pipeline import Pipeline
     from harness.sharded_optimizer import ShardedOptimizer
+    from harness.stages import StageModule
     from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
+    from reference.pipeline import PipelineCase
     from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
     from reference.transformer import TransformerCase
@@ -196,6 +199,12 @@ class Candidate:
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
         """Subject data_parallel: wraps a module that is alike on all ranks along ``case.axis``. The harness made it,
         and drives forward, the loss and backward: ``DataParallel(wrapped)``."""
+        raise NotImplementedError
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        """Subject pipeline: runs the stages of this rank along ``case.axis``, one for each chunk, in micro-batches of
+        ``case.sizes`` samples: ``Pipeline(step)``. The harness made the stages; see `harness.stages.StageModule` for
+        what they are called with and say of themselves."""
         raise NotImplementedError
 
     def sharded_optimizer(

@@ -14,12 +14,15 @@ import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
+import strategies.pipeline
 import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, layers, reductions, sharded_optimizer, transformer
+from harness.candidates.builtin import data_parallel, layers, pipeline, reductions, sharded_optimizer, transformer
 from harness.data_parallel import DataParallel
+from harness.pipeline import Pipeline
 from harness.sharded_optimizer import ShardedOptimizer
+from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -27,6 +30,7 @@ from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
@@ -57,9 +61,10 @@ class Builtin(Candidate):
             strategies.transformer,
             strategies.data_parallel,
             strategies.sharded_optimizer,
+            strategies.pipeline,
         )
         for feature in subject.FEATURES
-        if feature != "all_reduce_library"
+        if feature not in ("all_reduce_library", *pipeline.NOT_OFFERED)
     )
     initialization = "full"
 
@@ -132,3 +137,6 @@ class Builtin(Candidate):
         self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
     ) -> ShardedOptimizer:
         return sharded_optimizer.sharded_optimizer(case, parameters, self.groups)
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        return pipeline.pipeline(case, stages, self.groups)
