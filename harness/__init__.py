@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
 from harness.pipeline import Pipeline
+from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
@@ -27,6 +28,7 @@ __all__ = [
     "PartOf",
     "Partial",
     "Pipeline",
+    "PipelineSchedule",
     "Sharded",
     "ShardedOptimizer",
     "Split",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from harness.data_parallel import DataParallel
     from harness.pipeline import Pipeline
+    from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
     from harness.stages import StageModule
     from reference.all_reduce import AllReduceCase
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
     from reference.pipeline import PipelineCase
+    from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
     from reference.transformer import TransformerCase
@@ -213,6 +215,11 @@ class Candidate:
         """Subject sharded_optimizer: an optimizer of the parameters, which are alike on all ranks along ``case.axis``,
         with its state sharded over them: ``ShardedOptimizer(optimizer.step)``. Called again where a state is loaded,
         maybe with another axis."""
+        raise NotImplementedError
+
+    def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:
+        """Subject schedule: what each rank of a pipeline does, in order, one list of actions a rank; None where the
+        candidate has no such schedule. It is asked once for all ranks, without a mesh: nothing is to be run."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

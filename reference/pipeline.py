@@ -25,7 +25,7 @@ from reference.dtypes import Format, format_of
 from reference.mesh import Mesh
 from reference.recipe import Recipe
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"]
 Kind = Literal["linear", "tied", "frozen", "plain", "dropout"]
 Activation = Literal["none", "relu", "tanh"]
 Skip = Literal["none", "every", "last", "never"]
@@ -67,7 +67,7 @@ class PipelineRecipes:
 class PipelineCase(AlongAxis):
     """Steps of a small network whose stages lie on the ranks along ``axis``, ``chunks`` stages on each.
 
-    ``schedule``: the order of forwards and backwards. Stage s lies on rank s % p; in "zero_bubble_v", with two chunks,
+    ``schedule``: the order of forwards and backwards. Stage s lies on rank s % p; in "zbv", with two chunks,
     they go down the ranks and up again. Stage s has ``depths[s]`` blocks, block j is ``blocks[j]``, and the n-th block
     with a weight maps ``widths[n]`` features to ``widths[n + 1]``: all three are read round and round.
 
@@ -124,8 +124,8 @@ class PipelineCase(AlongAxis):
             raise ValueError("the first block must be linear: the loss needs a gradient")
         if self.schedule == "1f1b" and self.chunks > 1:
             raise ValueError(f"1f1b has one chunk a rank, not {self.chunks}")
-        if self.schedule == "zero_bubble_v" and self.chunks != 2:
-            raise ValueError(f"zero_bubble_v has two chunks a rank, not {self.chunks}")
+        if self.schedule == "zbv" and self.chunks != 2:
+            raise ValueError(f"zbv has two chunks a rank, not {self.chunks}")
         if self.update == "sharded" and (len(self.replica_axes) != 1 or self.drops):
             raise ValueError("a sharded update needs one other axis in the mesh, and no dropout")
         self._require_invalid()
@@ -164,7 +164,7 @@ class PipelineCase(AlongAxis):
     def coordinate_of(self, stage: int) -> int:
         """Along the axis, the rank that holds a stage."""
         p = self.parallel_size
-        down = stage // p % 2 == 1 and self.schedule == "zero_bubble_v"
+        down = stage // p % 2 == 1 and self.schedule == "zbv"
         return p - 1 - stage % p if down else stage % p
 
     def stages_on(self, coordinate: int) -> tuple[int, ...]:

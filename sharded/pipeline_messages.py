@@ -16,8 +16,6 @@ from sharded.pipeline_actions import Action, Actions, Kind
 
 #: (forward or backward, chunk, micro-batch).
 Step = tuple[Literal["forward", "backward"], int, int]
-#: Of the receiver: its receive.
-Message = Action
 
 _SEND: dict[str, Kind] = {"forward": "send_forward", "backward": "send_backward"}
 _RECEIVE: dict[str, Kind] = {"forward": "recv_forward", "backward": "recv_backward"}
@@ -25,17 +23,17 @@ _RECEIVE: dict[str, Kind] = {"forward": "recv_forward", "backward": "recv_backwa
 
 @dataclass(eq=False)
 class _Channel:
-    """What one rank sends to another, in order, and how much of it was received so far."""
+    """What one rank sends to another, in order, as the steps that need it; and how much of it was received so far."""
 
-    messages: list[Message] = field(default_factory=list)
-    place: dict[Message, int] = field(default_factory=dict)
+    messages: list[Step] = field(default_factory=list)
+    place: dict[Step, int] = field(default_factory=dict)
     received: int = 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Step) -> None:
         self.place[message] = len(self.messages)
         self.messages.append(message)
 
-    def until(self, message: Message) -> list[Message]:
+    def until(self, message: Step) -> list[Step]:
         """What is to be received now, so that the message is there. One that nobody sends is waited for."""
         place = self.place.get(message)
         if place is None:
@@ -55,7 +53,7 @@ def with_messages(orders: Sequence[Sequence[Step]], chunks: int) -> tuple[Action
         for kind, chunk, micro_batch in order:
             stage = _goes_to(kind, chunk * ranks + rank, ranks * chunks)
             if stage is not None and stage % ranks != rank:
-                channels[rank, stage % ranks].send(Action(_RECEIVE[kind], micro_batch, stage // ranks))
+                channels[rank, stage % ranks].send((kind, stage // ranks, micro_batch))
     return tuple(_of_rank(rank, order, ranks, chunks, channels) for rank, order in enumerate(orders))
 
 
@@ -63,11 +61,12 @@ def _of_rank(
     rank: int, order: Sequence[Step], ranks: int, chunks: int, channels: dict[tuple[int, int], _Channel]
 ) -> Actions:
     actions: list[Action] = []
-    for kind, chunk, micro_batch in order:
+    for step in order:
+        kind, chunk, micro_batch = step
         stage = chunk * ranks + rank
         source, target = _comes_from(kind, stage, ranks * chunks), _goes_to(kind, stage, ranks * chunks)
         if source is not None and source % ranks != rank:
-            actions += channels[source % ranks, rank].until(Action(_RECEIVE[kind], micro_batch, chunk))
+            actions += [Action(_RECEIVE[what], k, c) for what, c, k in channels[source % ranks, rank].until(step)]
         actions.append(Action(kind, micro_batch, chunk))
         if target is not None and target % ranks != rank:
             actions.append(Action(_SEND[kind], micro_batch, chunk))

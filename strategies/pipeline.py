@@ -25,8 +25,8 @@ FEATURES = {
     "pipeline_1f1b": "the schedule 1F1B",
     "pipeline_interleaved": "the schedule interleaved 1F1B",
     "pipeline_interleaved_any": "interleaved 1F1B of a number of micro-batches that the ranks do not divide",
-    "pipeline_zero_bubble": "the schedule zero bubble, interleaved",
-    "pipeline_zero_bubble_v": "the schedule zero bubble whose stages go down the ranks and up again",
+    "pipeline_interleaved_zero_bubble": "the schedule zero bubble, interleaved",
+    "pipeline_zbv": "the schedule zero bubble whose stages go down the ranks and up again",
     "pipeline_few": "fewer micro-batches than ranks",
     "pipeline_uneven": "micro-batches of one sample more or less",
     "pipeline_sizes": "micro-batches of any sizes",
@@ -54,7 +54,7 @@ _MOST_STAGES = 12
 _EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
 _ROUNDING = ("normal",) * 3 + ("uniform", "cancelling", "spiky") + ("lattice",)
 _ACTIVATIONS: tuple[Activation, ...] = ("none", "none", "relu", "tanh")
-_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v")
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
 
 
 @st.composite
@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
 
 
 def _chunks(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
-    if schedule == "zero_bubble_v":
+    if schedule == "zbv":
         return 2
     if schedule == "1f1b" or (schedule == "gpipe" and not scope.has("pipeline_gpipe_chunks")):
         return 1
@@ -113,7 +113,7 @@ def _chunks(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
 
 
 def _micro_batches(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
-    divisible = schedule in ("interleaved", "zero_bubble") and not scope.has("pipeline_interleaved_any")
+    divisible = schedule in ("interleaved", "interleaved_zero_bubble") and not scope.has("pipeline_interleaved_any")
     if divisible:
         return p * draw(st.integers(1, max(1, MOST_MICRO_BATCHES // p)))
     least = 1 if scope.has("pipeline_few") else p
@@ -259,7 +259,7 @@ def needs(case: PipelineCase) -> dict[str, bool]:
     p, m, kinds = case.parallel_size, case.micro_batches, {block.kind for block in case.blocks}
     uneven = len(set(case.sizes)) > 1
     balanced = uneven and case.sizes == tuple(sorted(case.sizes, reverse=True)) and case.sizes[0] - case.sizes[-1] == 1
-    grouped = case.schedule in ("interleaved", "zero_bubble")
+    grouped = case.schedule in ("interleaved", "interleaved_zero_bubble")
     valid = case.invalid not in ("no_micro_batches", "small_batch")
     return {
         "pipeline_gpipe": case.schedule == "gpipe",
@@ -267,8 +267,8 @@ def needs(case: PipelineCase) -> dict[str, bool]:
         "pipeline_1f1b": case.schedule == "1f1b",
         "pipeline_interleaved": case.schedule == "interleaved",
         "pipeline_interleaved_any": grouped and m % p != 0 and valid,
-        "pipeline_zero_bubble": case.schedule == "zero_bubble",
-        "pipeline_zero_bubble_v": case.schedule == "zero_bubble_v",
+        "pipeline_interleaved_zero_bubble": case.schedule == "interleaved_zero_bubble",
+        "pipeline_zbv": case.schedule == "zbv",
         "pipeline_few": m < p and valid and not grouped,
         "pipeline_uneven": balanced and valid,
         "pipeline_sizes": uneven and not balanced and valid,

@@ -14,6 +14,7 @@ from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
 from harness.properties.pipeline import PIPELINE
+from harness.properties.schedule import SCHEDULE
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.transformer import TRANSFORMER
 
@@ -30,6 +31,7 @@ PROPERTIES: Mapping[str, Property] = {
         DATA_PARALLEL,
         SHARDED_OPTIMIZER,
         PIPELINE,
+        SCHEDULE,
     )
 }
 

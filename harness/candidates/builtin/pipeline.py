@@ -17,8 +17,6 @@ from sharded.process_groups import ProcessGroups
 from sharded.sharded_optimizer import ShardedOptimizer
 from sharded.updates import SGD
 
-#: Its schedules are these three.
-NOT_OFFERED = ("pipeline_zero_bubble", "pipeline_zero_bubble_v")
 _SCHEDULES: dict[str, ScheduleKind] = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved"}
 
 
