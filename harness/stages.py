@@ -33,8 +33,8 @@ class StageModule(nn.Module):
     [samples, tokens], in fp32 (fp64 for fp64).
 
     number: of the stage. tied: the copy of the weight that other stages hold too, or None; ``tied_stages``: all stages
-    with one. takes, gives: of every tensor that crosses a border (nothing at the ends), its shape, with None for the
-    samples, and its dtype.
+    with one. entering: the features of x. last: whether it is the last one. takes, gives: of every tensor that crosses
+    a border (nothing at the ends), its shape, with None for the samples, and its dtype.
     """
 
     def __init__(self, case: PipelineCase, values: Mapping[str, torch.Tensor], number: int, log: Seen) -> None:
@@ -59,7 +59,7 @@ class StageModule(nn.Module):
         mine = [block.copy for block in copies if block.stage == number]
         self.tied: nn.Parameter | None = self.weights[mine[0]] if mine else None
         self.coefficient: torch.Tensor | None = None
-        self.last = number == case.stages - 1
+        self.last, self.entering = number == case.stages - 1, self._blocks[0].entering
         self.takes, self.gives = self._border(number), self._border(number + 1)
         self._calls = 0
 

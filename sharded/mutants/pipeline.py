@@ -29,21 +29,22 @@ def _first_and_last() -> list[Patch]:
 
 
 def _divided_at_every_stage() -> list[Patch]:
-    original = Stage.backward
-    of_run = pipeline._Run._backward
+    backward_of_run, share_of_loss = pipeline._Run._backward, TokenLoss.share
 
-    def backward(self: Stage, micro_batch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        share = 1 / _micro_batches[0]
-        if gradients is None:
-            (loss,) = self._kept[micro_batch].outputs or (torch.zeros(()),)
-            return original(self, micro_batch, [torch.full_like(loss, share)])
-        return original(self, micro_batch, [gradient * share for gradient in gradients])
+    def share(self: TokenLoss, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = share_of_loss(self, output, target)
+        if found.requires_grad:
+            found.register_hook(lambda gradient: gradient / _micro_batches[0])  # type: ignore[no-untyped-call]
+        return found
 
-    def of_step(self: pipeline._Run, action: Action) -> None:
+    def backward(self: pipeline._Run, action: Action) -> None:
         _micro_batches[:] = [len(self.inputs)]
-        of_run(self, action)
+        label = Label("backward", self.pipeline.number(action.chunk), action.micro_batch)
+        if label in self.arrived:
+            self.arrived[label] = [gradient / _micro_batches[0] for gradient in self.arrived[label]]
+        backward_of_run(self, action)
 
-    return [(Stage, "backward", backward), (pipeline._Run, "_backward", of_step)]
+    return [(pipeline._Run, "_backward", backward), (TokenLoss, "share", share)]
 
 
 _micro_batches = [1]
