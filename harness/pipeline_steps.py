@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class _Run:
         self.coordinate = mesh.coordinate(self.rank, case.axis)
         values = {name: value[self.replica] for name, value in at_start(case, self.given).items()}
         numbers = case.stages_on(self.coordinate)
-        self.log: list[str] = []
+        self.log: list[int] = []
         self.seen = [Seen(self.log) for _ in numbers]
         self.stages = [
             build(case, self.given, values, number, seen) for number, seen in zip(numbers, self.seen, strict=True)
@@ -166,13 +167,9 @@ class _Run:
         return {stage.number: len(set(one.draws)) for stage, one in zip(self.stages, self.seen, strict=True)}
 
 
-def in_flight(log: Sequence[str]) -> int:
+def in_flight(log: Sequence[int]) -> int:
     """The most micro-batches, over all stages of a rank, that were between forward and backward."""
-    most = now = 0
-    for what in log:
-        now += 1 if what == "F" else -1
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate(log), default=0)
 
 
 def _require(built: object) -> Pipeline:

@@ -18,11 +18,30 @@ PLANTED = "planted failure of the harness"
 
 @dataclass
 class Seen:
-    """What a stage saw: ``log``, which the stages of a rank share, of "F" for a forward and "B" for a backward; and the
-    ``draws`` of its dropout."""
+    """What a stage saw: ``log``, which the stages of a rank share, of 1 for a forward whose graph is kept and -1 where
+    its backward begins, or it is dropped; and the ``draws`` of its dropout."""
 
-    log: list[str] = field(default_factory=list)
+    log: list[int] = field(default_factory=list)
     draws: list[float] = field(default_factory=list)
+
+
+class InFlight:
+    """A hook on what a forward made: a micro-batch is in flight until it is called, or nobody keeps it."""
+
+    def __init__(self, log: list[int]) -> None:
+        self._log, self._ended = log, False
+        log.append(1)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._log.append(-1)
 
 
 class StageModule(nn.Module):
@@ -83,7 +102,6 @@ class StageModule(nn.Module):
 
     def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         case, others = self._case, list(rest)
-        self.seen.log.append("F")
         self._fail()
         skip = others.pop(0) if self.number > 0 and case.skip != "none" else None
         ids = others.pop(0) if case.ids else None
@@ -99,7 +117,7 @@ class StageModule(nn.Module):
             if block.index == 0 and case.skip != "none":
                 skip = x
         if x.requires_grad:
-            x.register_hook(lambda grad: self.seen.log.append("B"))  # type: ignore[no-untyped-call]
+            x.register_hook(InFlight(self.seen.log))  # type: ignore[no-untyped-call]
         if self.last:
             assert self.coefficient is not None
             return (x @ self.coefficient).to(case.loss_format.torch_dtype)

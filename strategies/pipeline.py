@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference.mesh import Mesh
 from reference.pipeline import Activation, Block, Invalid, Kind, PipelineCase, PipelineRecipes, Schedule, Skip
 from reference.pipeline_stages import exact, tied
 from reference.recipe import Recipe
@@ -193,7 +194,7 @@ def _invalid(draw: st.DrawFn, case: PipelineCase, scope: Scope) -> PipelineCase:
 
 def simpler(case: PipelineCase, scope: Scope) -> Iterator[PipelineCase]:
     """Simpler cases within the scope: the smallest meshes with few options, then one thing at a time."""
-    meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), case.mesh]
+    meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), *_shorter(case), case.mesh]
     rounding = PipelineRecipes(*[Recipe("normal")] * 3)
     plain_sizes = (1,) * len(case.sizes) if 0 not in case.sizes else case.sizes
     for mesh in meshes_:
@@ -221,6 +222,13 @@ def simpler(case: PipelineCase, scope: Scope) -> Iterator[PipelineCase]:
         counts = tuple(min(count, value - 1) for count in case.counts)
         more: dict[str, Any] = {"counts": counts} if name == "length" else {}
         yield from _SIMPLER.changed(case, scope, **{name: value - 1}, **more)
+
+
+def _shorter(case: PipelineCase) -> Iterator[Mesh]:
+    """Meshes with fewer ranks along the axis: what needs three stages is not seen on one, two or all of them."""
+    for n in range(3, case.parallel_size):
+        yield Mesh(((case.axis, n),))
+        yield Mesh(tuple((name, n if name == case.axis else size) for name, size in case.mesh.axes))
 
 
 def _plainer_blocks(block: Block) -> Iterator[Block]:

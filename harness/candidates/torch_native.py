@@ -231,7 +231,7 @@ class TorchNative(WithKnownFaults):
         return distributed(case, module, self.device_mesh.get_group(case.axis))
 
     def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
-        return torch_pipeline(case, stages, self.device_mesh.get_group(case.axis))
+        return torch_pipeline(case, stages, self.device_mesh.get_group(case.axis), self.strict, self.known_fault)
 
     def sharded_optimizer(self, case: ShardedOptimizerCase, parameters: Mapping[str, nn.Parameter]) -> ShardedOptimizer:
         return zero_redundancy(case, parameters, self.device_mesh.get_group(case.axis))
