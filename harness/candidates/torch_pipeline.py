@@ -60,8 +60,8 @@ def pipeline(
     meets one."""
     if case.schedule in _IN_PARTS and case.parallel_size > 1 and case.skip in ("every", "last"):
         known_fault("zero bubble: a gradient in memory with gaps is sent as it is, and refused by gloo")
-    if case.schedule in _IN_PARTS and any(_ends_in_a_view(case, number) for number in range(1, case.stages)):
-        known_fault("zero bubble: a stage whose output is a view raises in backward")
+    if case.schedule in _IN_PARTS and any(_ends_in_a_view(case, number) for number in range(1, case.stages - 1)):
+        known_fault("zero bubble: a stage that ends in a linear layer with a bias raises in backward")
     m, divisor = case.micro_batches, [torch.ones((), dtype=torch.int64)]
     # To find out the shapes it runs every stage once, and draws random numbers; and it receives a gradient into memory
     # with the strides that the gradient had then, which gloo refuses where these leave gaps.
@@ -99,9 +99,10 @@ def _stage(case: PipelineCase, stage: StageModule, group: dist.ProcessGroup, tol
 
 
 def _ends_in_a_view(case: PipelineCase, number: int) -> bool:
-    """Whether the last thing that a stage computes is a linear layer without gradient, which gives a view."""
+    """Whether the last thing that a stage computes is a linear layer with a bias: of three dimensions, it is a view of
+    the product of two."""
     computed = [b for b in blocks_of(case, number) if b.kind != "plain" or b.activation != "none"]
-    return bool(computed) and computed[-1].kind == "frozen" and computed[-1].activation == "none"
+    return bool(computed) and computed[-1].bias and computed[-1].activation == "none"
 
 
 def _examples(case: PipelineCase, stage: StageModule, leaving: bool) -> tuple[torch.Tensor, ...]:
