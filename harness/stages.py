@@ -116,6 +116,8 @@ class StageModule(nn.Module):
             x = self._block(block, x)
             if block.index == 0 and case.skip != "none":
                 skip = x
+        if x.is_leaf:
+            x = x.clone()  # else the hook would stay with what came in
         if x.requires_grad:
             x.register_hook(InFlight(self.seen.log))  # type: ignore[no-untyped-call]
         if self.last:

@@ -153,7 +153,7 @@ def exact(case: PipelineCase) -> bool:
 def _could_be_exact(case: PipelineCase) -> bool:
     if any(getattr(case.recipes, f.name).kind not in EXACT_KINDS for f in fields(case.recipes)):
         return False
-    if case.drops or any(block.activation == "tanh" for block in placed(case)):
+    if case.invalid or case.drops or any(block.activation == "tanh" for block in placed(case)):
         return False
     found = divisors(case)
     if case.update == "sharded" and case.steps > 1 and any(n > 1 for n in found):
