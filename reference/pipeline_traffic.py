@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from reference import schedule_formulas
 from reference.pipeline import PipelineCase
 from reference.pipeline_stages import blocks_of, tied
+from reference.schedule import ScheduleCase
 
 #: From and to which coordinate along the axis, and in which dtype: elements.
 Elements = Counter[tuple[int, int, str]]
@@ -40,18 +42,6 @@ def tied_elements(case: PipelineCase) -> tuple[set[int], int]:
 
 def most_in_flight(case: PipelineCase, coordinate: int) -> int | None:
     """The most micro-batches, over all stages of a rank, that are between forward and backward at one time; None where
-    the schedule leaves it open.
-
-    GPipe: all. 1F1B: min(m, p - r), arXiv 2104.04473, section 2.2. Interleaved: a rank runs 2 (p - r - 1) + (v - 1) g
-    forwards ahead, g micro-batches of a group through one chunk after the other; g is p where p divides m.
-    """
-    m, p, v = case.micro_batches, case.parallel_size, case.chunks
-    if case.schedule == "gpipe":
-        return m * v
-    if case.schedule == "1f1b":
-        return min(m, p - coordinate)
-    if case.schedule == "interleaved":
-        groups = max(1, m // p)
-        group = -(-m // groups)
-        return min(m * v, 2 * (p - coordinate - 1) + (v - 1) * group + 1)
-    return None
+    the schedule leaves it open. See `reference.schedule_formulas`."""
+    asked = ScheduleCase(case.schedule, case.parallel_size, case.micro_batches, case.chunks)
+    return schedule_formulas.most_in_flight(asked, coordinate)
