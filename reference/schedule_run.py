@@ -32,6 +32,9 @@ class Units:
         return f"forward {self.forward}, backward {self.backward}"
 
 
+#: Of the ranks that wait, so many are named.
+_SHOWN = 3
+
 #: A backward takes twice as long as a forward: it computes the gradients of the input and of the weights.
 UNITS = Units()
 
@@ -141,14 +144,15 @@ def _events(t: Tables) -> tuple[Array, Array]:
     return needs, gives
 
 
-def _stuck(t: Tables, waiting: list[tuple[int, int]], why: str = "") -> Stuck:
+def _stuck(t: Tables, waiting: list[tuple[int, int]]) -> Stuck:
     says = []
-    for rank, action in waiting[:4]:
+    for rank, action in waiting[:_SHOWN]:
         what = t.name(int(t.kind[action]), int(t.stage[action]), int(t.micro_batch[action]))
         says.append(f"rank {rank} waits at position {int(t.position[action])}, {what}")
-    others = f"; and {len(waiting) - 4} more ranks" if len(waiting) > 4 else ""
+    left = len(waiting) - _SHOWN
+    others = f"; and {left} more rank{'s' if left > 1 else ''}" if left > 0 else ""
     rank, action = waiting[0]
-    return Stuck(f"no rank can go on{why}: {'; '.join(says)}{others}", rank, int(t.position[action]))
+    return Stuck(f"no rank can go on: {'; '.join(says)}{others}", rank, int(t.position[action]))
 
 
 def rendezvous(t: Tables) -> Stuck | None:
@@ -195,4 +199,4 @@ def rendezvous(t: Tables) -> Stuck | None:
         if still:
             waiting[rank] = still
     left = [(rank, int(own[at[rank]])) for rank in range(t.lists.ranks) if at[rank] < bounds[rank + 1]]
-    return _stuck(t, left, " where sends wait for their receives") if left else None
+    return _stuck(t, left) if left else None

@@ -28,7 +28,7 @@ def on_rank(context: RankContext, spec: Spec, case: ScheduleCase) -> Observation
     with phase("schedule"):
         found = candidate.schedule(case)
     if found is None:
-        raise NotOffered("schedule returned None")
+        raise NotOffered(f"it has no {case.kind} schedule")
     made = found if isinstance(found, PipelineSchedule) else PipelineSchedule(found)
     try:
         numbers = lists(case, made.actions, made.placement, made.receives)
@@ -43,13 +43,27 @@ def judge(case: ScheduleCase, description: Description, want: None, worlds: Sequ
     """Its facts hold the lists and what was found of them, for those who want to show them."""
     found = Lists(**worlds[0][0].facts)
     checked = check(case, found)
-    findings = tuple(_finding(case, broken) for broken in checked.broken)
-    return Verdict(findings, facts={"lists": found, "checked": checked})
+    findings = [_finding(case, broken) for broken in checked.broken]
+    if findings and checked.broken[0].rule == "known actions":
+        findings[0] = dataclasses.replace(findings[0], cause=_cause(case, found))
+    return Verdict(tuple(findings), facts={"lists": found, "checked": checked})
 
 
 def _finding(case: ScheduleCase, broken: Broken) -> Finding:
     place = None if broken.rank is None else case.mesh.describe(broken.rank)
     return Finding("mismatch", broken.message, broken.rank, place, broken.rule)
+
+
+def _cause(case: ScheduleCase, found: Lists) -> str | None:
+    """A known mistake that makes these actions of micro-batches that there are not."""
+    p, m = case.stages, case.micro_batches
+    counts = [int(actions[:, 2].max(initial=-1)) + 1 for actions in found.actions]
+    if case.kind == "1f1b" and counts == [m] * (p - 1) + [m + 1]:
+        return "the last rank counts its micro-batches from 1"
+    # A rank's warm-up is counted with or without the forward that is followed by the first backward.
+    if case.kind == "1f1b" and any(counts == [max(m, p - rank - k) for rank in range(p)] for k in (0, 1)):
+        return f"the warm-up takes as many micro-batches as stages follow, also where there are only {m}"
+    return None
 
 
 def _expected(case: Any) -> None:
