@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
+from harness.pipeline import Pipeline
+from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
@@ -25,6 +27,8 @@ __all__ = [
     "NotOffered",
     "PartOf",
     "Partial",
+    "Pipeline",
+    "PipelineSchedule",
     "Sharded",
     "ShardedOptimizer",
     "Split",

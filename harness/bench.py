@@ -144,7 +144,8 @@ class Bench:
         expected: Any = None
         history: tuple[str, ...] = ()
         for number, run in enumerate(runs):
-            pool = self._pool_for(subject.world(run), getattr(run, "mesh", None))
+            mesh = _opened(run, subject.world(run))
+            pool = self._pool_for(subject.world(run), mesh)
             pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)), delays=delays)
             if number == 0:
                 # The parent works while the ranks do.
@@ -157,7 +158,7 @@ class Bench:
             history += tuple(label for label in outcome.history if label != _DESCRIBE)
             if outcome.kind != "ok":
                 self._opened.pop(subject.world(run), None)  # its processes are replaced
-                return _failed(outcome, getattr(run, "mesh", None), history)
+                return _failed(outcome, mesh, history)
             worlds.append(outcome.values())
         differ = _layouts_differ(case, worlds[0])
         if differ is not None:
@@ -193,6 +194,12 @@ def _failed(outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
     if rejection is not None:
         return Trial(Verdict(rejected=rejection), history)
     return Trial(Verdict(tuple(findings_of(outcome, mesh))), history)
+
+
+def _opened(run: Any, world: int) -> Any:
+    """The mesh of the case, where its ranks are those that run; None where they are only computed with."""
+    mesh = getattr(run, "mesh", None)
+    return mesh if mesh is not None and mesh.size == world else None
 
 
 def _layouts_differ(case: Any, world: World) -> Finding | None:

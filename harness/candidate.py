@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from harness.data_parallel import DataParallel
+    from harness.pipeline import Pipeline
+    from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
+    from harness.stages import StageModule
     from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
     from reference.linear import LinearCase
+    from reference.pipeline import PipelineCase
+    from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
     from reference.transformer import TransformerCase
@@ -202,12 +207,23 @@ class Candidate:
         and drives forward, the loss and backward: ``DataParallel(wrapped)``."""
         raise NotImplementedError
 
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        """Subject pipeline: runs the stages of this rank along ``case.axis``, one for each chunk, in micro-batches of
+        ``case.sizes`` samples: ``Pipeline(step)``. The harness made the stages; see `harness.stages.StageModule` for
+        what they are called with and say of themselves."""
+        raise NotImplementedError
+
     def sharded_optimizer(
         self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
     ) -> ShardedOptimizer:
         """Subject sharded_optimizer: an optimizer of the parameters, which are alike on all ranks along ``case.axis``,
         with its state sharded over them: ``ShardedOptimizer(optimizer.step)``. Called again where a state is loaded,
         maybe with another axis."""
+        raise NotImplementedError
+
+    def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:
+        """Subject schedule: what each rank of a pipeline does, in order, one list of actions a rank; None where the
+        candidate has no such schedule. It is asked once for all ranks, without a mesh: nothing is to be run."""
         raise NotImplementedError
 
     def group(self, axes: tuple[str, ...]) -> torch.distributed.ProcessGroup | None:

@@ -13,11 +13,13 @@ from harness.verification import require_deadline, require_world
 from harness.world.limits import available_memory
 from reference.linear import LinearCase
 from reference.mesh import MeshCase
+from reference.schedule import ScheduleCase
 
 _GIB = 1 << 30
 _BEYOND = 1 << 200  # any text may ask for more than a float can say
 _NUMBER = 8  # bytes: float64, int64
 _MOST_TOKEN_DIMS = 4  # that a candidate may declare
+_NUMBERS_A_STEP = 100  # of a schedule: a forward, a backward and their messages, as objects and in tables
 _GROUPINGS = 13  # of a mesh: five axes, six combinations, two special
 
 
@@ -62,6 +64,9 @@ def require_memory(case: object, world: int) -> None:
         case MeshCase():
             sizes = f"mesh {case.mesh}"
             given = _GROUPINGS * case.mesh.size
+        case ScheduleCase():
+            sizes = f"stages {case.stages}, chunks {case.chunks}, micro_batches {case.micro_batches}"
+            given = _NUMBERS_A_STEP * case.stages * case.chunks * case.micro_batches
         case _:
             return
     # Every rank makes the global tensors, as the reference does; filling and comparing hold some copies more.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.functional import cross_entropy
@@ -57,6 +58,13 @@ def parallel_loss(classes, *targets):
     with loss_parallel():
         logits = DTensor.from_local(logits, mesh, [Shard(1)], shape=shape, stride=(classes, 1))
         return cross_entropy(logits, torch.tensor(targets), reduction="none").to_local().tolist()
+
+
+def listed_1f1b(stages=4, micro_batches=8):
+    """What Schedule1F1B lists for its last rank."""
+    stage = PipelineStage(nn.Identity(), 0, stages, torch.device("cpu"))
+    order = Schedule1F1B(stage, micro_batches).pipeline_order[stages - 1]
+    return [str(action) for action in order if action is not None]
 
 
 def initialize_megatron():

@@ -63,6 +63,11 @@ def test_gloo_reduces_what_lies_between_the_elements_of_a_view() -> None:
     assert second == ([10.0, 12.0], [10.0, 12.0, 12.0, 13.0])
 
 
+def test_torch_lists_the_forwards_of_the_last_rank_from_one() -> None:
+    ((*listed, _),) = outcome(1, "listed_1f1b").values()  # the last one reduces gradients
+    assert listed == [f"3{what}" for k in range(8) for what in (f"F{k + 1}", f"B{k}")]
+
+
 def test_torch_gives_no_loss_for_a_target_out_of_range() -> None:
     for losses in outcome(2, "parallel_loss", 4, 0, 4, -1, 7).values():
         assert losses == [pytest.approx(math.log(4)), 0, 0, 0]
@@ -149,7 +154,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 16
+    assert len(REPRODUCERS) == 17
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])

@@ -13,6 +13,8 @@ from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
+from harness.properties.pipeline import PIPELINE
+from harness.properties.schedule import SCHEDULE
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.transformer import TRANSFORMER
 
@@ -28,6 +30,8 @@ PROPERTIES: Mapping[str, Property] = {
         TRANSFORMER,
         DATA_PARALLEL,
         SHARDED_OPTIMIZER,
+        PIPELINE,
+        SCHEDULE,
     )
 }
 

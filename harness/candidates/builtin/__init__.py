@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,17 @@ import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
 import strategies.linear
+import strategies.pipeline
+import strategies.schedule
 import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, layers, reductions, sharded_optimizer, transformer
+from harness.candidates.builtin import data_parallel, layers, pipeline, reductions, sharded_optimizer, transformer
 from harness.data_parallel import DataParallel
+from harness.pipeline import Pipeline
+from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
+from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -27,11 +32,24 @@ from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
+from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
 from sharded import mesh as sharded_mesh
+from sharded import pipeline_schedules
 from sharded.process_groups import ProcessGroups, set_default
+
+#: Features of libraries only.
+_NOT_OURS = (
+    "all_reduce_library",
+    "schedule_interleaved_zero_bubble",
+    "schedule_zbv",
+    "schedule_dualpipev",
+    "pipeline_interleaved_zero_bubble",
+    "pipeline_zbv",
+)
 
 
 def mutants() -> Iterable[Any]:
@@ -57,9 +75,11 @@ class Builtin(Candidate):
             strategies.transformer,
             strategies.data_parallel,
             strategies.sharded_optimizer,
+            strategies.pipeline,
+            strategies.schedule,
         )
         for feature in subject.FEATURES
-        if feature != "all_reduce_library"
+        if feature not in _NOT_OURS
     )
     initialization = "full"
 
@@ -132,3 +152,13 @@ class Builtin(Candidate):
         self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
     ) -> ShardedOptimizer:
         return sharded_optimizer.sharded_optimizer(case, parameters, self.groups)
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        return pipeline.pipeline(case, stages, self.groups)
+
+    def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
+        kind: Any = case.kind
+        if kind not in get_args(pipeline_schedules.ScheduleKind):
+            return None
+        made: Any = pipeline_schedules.schedule(kind, case.stages, case.chunks, case.micro_batches)
+        return PipelineSchedule(made)

@@ -1,0 +1,315 @@
+"""Draws steps of a pipeline: stages, schedule, how the batch is cut, what crosses the borders, and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from reference.mesh import Mesh
+from reference.pipeline import Activation, Block, Invalid, Kind, PipelineCase, PipelineRecipes, Schedule, Skip
+from reference.pipeline_stages import exact, tied
+from reference.recipe import Recipe
+from strategies.layers import one_in
+from strategies.mesh import meshes, smaller_meshes
+from strategies.scope import Scope
+from strategies.simpler import Simpler
+
+#: The optional features of the subject.
+FEATURES = {
+    "pipeline_any_axis": "along any axis of the mesh, and not only pp",
+    "pipeline_gpipe": "the schedule GPipe",
+    "pipeline_gpipe_chunks": "GPipe with several stages on a rank",
+    "pipeline_1f1b": "the schedule 1F1B",
+    "pipeline_interleaved": "the schedule interleaved 1F1B",
+    "pipeline_interleaved_any": "interleaved 1F1B of a number of micro-batches that the ranks do not divide",
+    "pipeline_interleaved_zero_bubble": "the schedule zero bubble, interleaved",
+    "pipeline_zbv": "the schedule zero bubble whose stages go down the ranks and up again",
+    "pipeline_few": "fewer micro-batches than ranks",
+    "pipeline_uneven": "micro-batches of one sample more or less",
+    "pipeline_sizes": "micro-batches of any sizes",
+    "pipeline_widths": "borders of different widths",
+    "pipeline_skip": "a second tensor across the borders that needs a gradient",
+    "pipeline_skip_unused": "such a tensor of which some stages, or all, make no use",
+    "pipeline_ids": "whole numbers across the borders",
+    "pipeline_tied": "a weight that several stages share",
+    "pipeline_frozen": "parameters that do not train",
+    "pipeline_plain": "stages without parameters",
+    "pipeline_steps": "several steps, gradients zeroed between them",
+    "pipeline_accumulate": "several steps whose gradients add up",
+    "pipeline_recompute": "activations that are computed again in backward",
+    "pipeline_dropout": "dropout in a stage",
+    "pipeline_sharded": "an optimizer sharded over another axis, after the gradients of tied weights are summed",
+    "pipeline_same_bits": "gradients added in the order of the micro-batches: the bits of one process",
+    "pipeline_refuses": "refuses, on every rank, no micro-batches, too few samples, other numbers of stages",
+    "pipeline_refuses_borders": "refuses, on every rank, borders that do not fit",
+    "pipeline_raises": "a stage that raises ends all ranks with its error",
+}
+
+MOST_MICRO_BATCHES, MOST_SAMPLES, MOST_TOKENS, MOST_FEATURES, MOST_CHUNKS, MOST_BLOCKS = 6, 3, 3, 4, 3, 4
+#: Stages in all: a case runs them on every rank beside its own, for comparison.
+_MOST_STAGES = 12
+_EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
+_ROUNDING = ("normal",) * 3 + ("uniform", "cancelling", "spiky") + ("lattice",)
+#: In two cases of three such that whole numbers stay exact.
+_ACTIVATIONS: tuple[tuple[Activation, ...], ...] = ("none", "none", "relu"), ("none", "relu", "tanh")
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
+
+
+@st.composite
+def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
+    """A case within the scope. The plainest one has one stage of one feature on each rank, and one micro-batch."""
+    own = "pp" if "pp" in scope.axes else scope.axes[0]
+    axis = draw(st.sampled_from(scope.axes)) if scope.has("pipeline_any_axis") and one_in(draw, 4) else own
+    mesh = draw(meshes(scope.axes, scope.max_world, first=axis, most=1))
+    p = mesh.axis_size(axis)
+    schedule = draw(st.sampled_from([one for one in _SCHEDULES if scope.has(f"pipeline_{one}")] or _SCHEDULES[:1]))
+    chunks = _chunks(draw, schedule, p, scope)
+    recipes = draw(_recipes())
+    dtype = draw(st.sampled_from(scope.dtypes))
+    micro_batches = _micro_batches(draw, schedule, p, scope)
+    length = draw(st.integers(1, MOST_TOKENS))
+    steps = draw(st.integers(1, 2)) if scope.has("pipeline_steps") else 1
+    several = len(mesh.axes) == 2 and mesh.size > p
+    sharded = scope.has("pipeline_sharded") and several and one_in(draw, 2)
+    blocks = draw(_blocks(scope, dropout=not sharded))
+    case = PipelineCase(
+        mesh=mesh,
+        schedule=schedule,
+        chunks=chunks,
+        blocks=blocks,
+        depths=tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))),
+        widths=_widths(draw, p * chunks, scope),
+        sizes=_sizes(draw, micro_batches, scope),
+        length=length,
+        counts=tuple(draw(st.lists(st.integers(0, length), min_size=1, max_size=6))),
+        steps=steps,
+        accumulate=steps > 1 and scope.has("pipeline_accumulate") and not sharded and draw(st.booleans()),
+        skip=_skip(draw, scope),
+        ids=scope.has("pipeline_ids") and draw(st.booleans()),
+        recompute=scope.has("pipeline_recompute") and one_in(draw, 3),
+        axis=axis,
+        dtype=dtype,
+        loss=draw(st.sampled_from(["sum", "token_mean"])),
+        update="sharded" if sharded else "none",
+        recipes=PipelineRecipes(**{**vars(recipes), "input": _without_spikes(recipes.input, dtype)}),
+    )
+    case = _invalid(draw, case, scope)
+    return _plain_activations(case) if not exact(case) else case
+
+
+def _chunks(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
+    if schedule == "zbv":
+        return 2
+    if schedule == "1f1b" or (schedule == "gpipe" and not scope.has("pipeline_gpipe_chunks")):
+        return 1
+    most = max(1, min(MOST_CHUNKS, _MOST_STAGES // p))
+    if schedule == "gpipe":
+        return draw(st.integers(2, most)) if most > 1 and one_in(draw, 4) else 1
+    return draw(st.integers(min(2, most), most))
+
+
+def _micro_batches(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
+    divisible = schedule in ("interleaved", "interleaved_zero_bubble") and not scope.has("pipeline_interleaved_any")
+    if divisible:
+        return p * draw(st.integers(1, max(1, MOST_MICRO_BATCHES // p)))
+    least = 1 if scope.has("pipeline_few") else p
+    return draw(st.integers(least, max(least, MOST_MICRO_BATCHES)))
+
+
+def _sizes(draw: st.DrawFn, micro_batches: int, scope: Scope) -> tuple[int, ...]:
+    if scope.has("pipeline_sizes") and draw(st.booleans()):
+        sizes = st.lists(st.integers(1, MOST_SAMPLES), min_size=micro_batches, max_size=micro_batches)
+        return tuple(draw(sizes))
+    each = draw(st.integers(1, MOST_SAMPLES - 1))
+    longer = draw(st.integers(0, micro_batches - 1)) if scope.has("pipeline_uneven") else 0
+    return (each + 1,) * longer + (each,) * (micro_batches - longer)
+
+
+def _widths(draw: st.DrawFn, stages: int, scope: Scope) -> tuple[int, ...]:
+    """Few features where there are many stages, so that whole numbers stay exact."""
+    features = st.integers(1, MOST_FEATURES if stages <= 4 else 2)
+    if scope.has("pipeline_widths") and draw(st.booleans()):
+        return tuple(draw(st.lists(features, min_size=1, max_size=3)))
+    return (draw(features),)
+
+
+def _skip(draw: st.DrawFn, scope: Scope) -> Skip:
+    if not scope.has("pipeline_skip") or draw(st.booleans()):
+        return "none"
+    kinds: list[Skip] = ["every"]
+    kinds += ["last", "never"] if scope.has("pipeline_skip_unused") else []
+    return draw(st.sampled_from(kinds))
+
+
+@st.composite
+def _blocks(draw: st.DrawFn, scope: Scope, dropout: bool) -> tuple[Block, ...]:
+    kinds: list[Kind] = ["linear", "linear"]
+    optional: tuple[Kind, ...] = ("tied", "frozen", "plain")
+    for kind in optional:
+        kinds += [kind] if scope.has(f"pipeline_{kind}") else []
+    activations: st.SearchStrategy[Activation] = st.sampled_from(_ACTIVATIONS[one_in(draw, 3)])
+    blocks = [Block("linear", draw(activations), draw(st.booleans()))]
+    for _ in range(draw(st.integers(0, MOST_BLOCKS - 1))):
+        blocks.append(Block(draw(st.sampled_from(kinds)), draw(activations), draw(st.booleans())))
+    if scope.has("pipeline_tied") and one_in(draw, 3):
+        blocks.insert(draw(st.integers(1, len(blocks))), Block("tied", draw(activations), draw(st.booleans())))
+    if dropout and scope.has("pipeline_dropout") and one_in(draw, 5):
+        blocks.insert(draw(st.integers(1, len(blocks))), Block("dropout"))
+    return tuple(blocks)
+
+
+@st.composite
+def _recipes(draw: st.DrawFn) -> PipelineRecipes:
+    """For two cases of three all exact, else of data that rounds."""
+    kinds = st.sampled_from(_ROUNDING if draw(st.integers(0, 2)) == 2 else _EXACT)
+    return PipelineRecipes(*(Recipe(draw(kinds), draw(st.integers(0, 99))) for _ in range(3)))
+
+
+def _without_spikes(recipe: Recipe, dtype: str) -> Recipe:
+    """fp16 would overflow."""
+    return dataclasses.replace(recipe, kind="normal") if dtype == "fp16" and recipe.kind == "spiky" else recipe
+
+
+def _plain_activations(case: PipelineCase) -> PipelineCase:
+    """Where numbers round, which side of zero they fall on may depend on it: relu gives way to tanh. In low precision
+    tanh also keeps them in range."""
+    blocks = tuple(
+        dataclasses.replace(block, activation="tanh") if block.activation == "relu" else block for block in case.blocks
+    )
+    return dataclasses.replace(case, blocks=blocks)
+
+
+def _invalid(draw: st.DrawFn, case: PipelineCase, scope: Scope) -> PipelineCase:
+    kinds: list[Invalid] = []
+    several = case.parallel_size > 1
+    if scope.has("pipeline_refuses"):
+        kinds += ["no_micro_batches", "small_batch"]
+    if scope.has("pipeline_refuses") and several:
+        kinds += ["chunks"]
+    if scope.has("pipeline_refuses_borders") and several:
+        kinds += ["shape", "dtype"]
+    if scope.has("pipeline_raises"):
+        kinds += ["raises"]
+    if not kinds or not one_in(draw, 12):
+        return case
+    kind = draw(st.sampled_from(kinds))
+    sizes = {"no_micro_batches": (), "small_batch": (*case.sizes, 0)}.get(kind, case.sizes)
+    return dataclasses.replace(case, invalid=kind, sizes=sizes)
+
+
+def simpler(case: PipelineCase, scope: Scope) -> Iterator[PipelineCase]:
+    """Simpler cases within the scope: the smallest meshes with few options, then one thing at a time."""
+    meshes_ = [*smaller_meshes(case.mesh, keep=case.axis), *_shorter(case), case.mesh]
+    rounding = PipelineRecipes(*[Recipe("normal")] * 3)
+    plain_sizes = (1,) * len(case.sizes) if 0 not in case.sizes else case.sizes
+    for mesh in meshes_:
+        for some in ({}, {"recipes": rounding}, {"blocks": case.blocks[:1]}, {"sizes": plain_sizes}):
+            yield from _SIMPLER.changed(case, scope, mesh=mesh, **some)
+    options = _SIMPLER.options(case)
+    for count in range(2):
+        for kept in itertools.combinations(options, count):
+            plain = {name: value for name, value in options.items() if name not in kept}
+            yield from _SIMPLER.changed(case, scope, **plain)
+    yield from _SIMPLER.plainer(case, scope)
+    for name in ("blocks", "depths", "widths", "counts", "sizes"):
+        values = getattr(case, name)
+        yield from _SIMPLER.changed(case, scope, **{name: values[:1]})
+        for i in range(len(values)):
+            yield from _SIMPLER.changed(case, scope, **{name: values[:i] + values[i + 1 :]})
+            if name == "blocks":
+                for plainer in _plainer_blocks(values[i]):
+                    yield from _SIMPLER.changed(case, scope, blocks=(*values[:i], plainer, *values[i + 1 :]))
+            elif values[i] > 1:
+                yield from _SIMPLER.changed(case, scope, **{name: (*values[:i], 1, *values[i + 1 :])})
+                yield from _SIMPLER.changed(case, scope, **{name: (*values[:i], values[i] - 1, *values[i + 1 :])})
+    for name in ("length", "steps", "chunks"):
+        value = getattr(case, name)
+        counts = tuple(min(count, value - 1) for count in case.counts)
+        more: dict[str, Any] = {"counts": counts} if name == "length" else {}
+        yield from _SIMPLER.changed(case, scope, **{name: value - 1}, **more)
+
+
+def _shorter(case: PipelineCase) -> Iterator[Mesh]:
+    """Meshes with fewer ranks along the axis: what needs three stages is not seen on one, two or all of them."""
+    for n in range(3, case.parallel_size):
+        yield Mesh(((case.axis, n),))
+        yield Mesh(tuple((name, n if name == case.axis else size) for name, size in case.mesh.axes))
+
+
+def _plainer_blocks(block: Block) -> Iterator[Block]:
+    yield Block()
+    yield dataclasses.replace(block, activation="none", bias=False)
+    yield dataclasses.replace(block, activation="none")
+    yield dataclasses.replace(block, bias=False)
+
+
+def _measure(case: PipelineCase) -> tuple[Any, ...]:
+    """What is simpler has the smaller measure."""
+    blocks = sorted((block.kind != "linear", block.activation != "none", block.bias) for block in case.blocks)
+    lists = case.depths, case.widths, case.sizes, case.counts
+    return (
+        case.mesh.size,
+        len(case.mesh.axes),
+        len(_SIMPLER.options(case)),
+        case.chunks,
+        len(blocks),
+        blocks,
+        sum(map(len, lists)),
+        sum(map(sum, lists)),
+        case.length,
+        case.steps,
+        len(_SIMPLER.recipes(case)),
+    )
+
+
+def within(case: PipelineCase, scope: Scope) -> bool:
+    """Whether a case is such as the scope allows."""
+    return case.dtype in scope.dtypes and all(scope.has(feature) for feature, needed in needs(case).items() if needed)
+
+
+def needs(case: PipelineCase) -> dict[str, bool]:
+    """The optional features that a case needs, but for the axis, which the mesh decides."""
+    p, m, kinds = case.parallel_size, case.micro_batches, {block.kind for block in case.blocks}
+    uneven = len(set(case.sizes)) > 1
+    balanced = uneven and case.sizes == tuple(sorted(case.sizes, reverse=True)) and case.sizes[0] - case.sizes[-1] == 1
+    grouped = case.schedule in ("interleaved", "interleaved_zero_bubble")
+    valid = case.invalid not in ("no_micro_batches", "small_batch")
+    return {
+        "pipeline_gpipe": case.schedule == "gpipe",
+        "pipeline_gpipe_chunks": case.schedule == "gpipe" and case.chunks > 1,
+        "pipeline_1f1b": case.schedule == "1f1b",
+        "pipeline_interleaved": case.schedule == "interleaved",
+        "pipeline_interleaved_any": grouped and m % p != 0 and valid,
+        "pipeline_interleaved_zero_bubble": case.schedule == "interleaved_zero_bubble",
+        "pipeline_zbv": case.schedule == "zbv",
+        "pipeline_few": m < p and valid and not grouped,
+        "pipeline_uneven": balanced and valid,
+        "pipeline_sizes": uneven and not balanced and valid,
+        "pipeline_widths": len(set(case.widths)) > 1,
+        "pipeline_skip": case.skip != "none",
+        "pipeline_skip_unused": case.skip in ("last", "never"),
+        "pipeline_ids": case.ids,
+        "pipeline_tied": bool(tied(case)) or "tied" in kinds,
+        "pipeline_frozen": "frozen" in kinds,
+        "pipeline_plain": "plain" in kinds,
+        "pipeline_steps": case.steps > 1,
+        "pipeline_accumulate": case.accumulate,
+        "pipeline_recompute": case.recompute,
+        "pipeline_dropout": "dropout" in kinds,
+        "pipeline_sharded": case.update == "sharded",
+        "pipeline_refuses": case.invalid in ("no_micro_batches", "small_batch", "chunks"),
+        "pipeline_refuses_borders": case.invalid in ("shape", "dtype"),
+        "pipeline_raises": case.invalid == "raises",
+    }
+
+
+_SIMPLER = Simpler(
+    PipelineCase,
+    ("axis", "blocks", "depths", "widths", "sizes", "length", "counts", "steps", "chunks"),
+    _measure,
+    within,
+)
