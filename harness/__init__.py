@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
+from harness.gpt import Gpt
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -23,6 +24,7 @@ __all__ = [
     "Candidate",
     "DataParallel",
     "Each",
+    "Gpt",
     "Mesh",
     "NotOffered",
     "PartOf",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from harness.data_parallel import DataParallel
+    from harness.gpt import Gpt
     from harness.pipeline import Pipeline
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
+    from reference.gpt import GptCase
     from reference.linear import LinearCase
     from reference.pipeline import PipelineCase
     from reference.schedule import Action, ScheduleCase
@@ -211,6 +213,11 @@ class Candidate:
         """Subject pipeline: runs the stages of this rank along ``case.axis``, one for each chunk, in micro-batches of
         ``case.sizes`` samples: ``Pipeline(step)``. The harness made the stages; see `harness.stages.StageModule` for
         what they are called with and say of themselves."""
+        raise NotImplementedError
+
+    def gpt(self, case: GptCase) -> Gpt:
+        """Subject gpt: this rank's part of a GPT over the axes tp, pp and dp, and a whole step of it:
+        ``Gpt(step, parameters, layouts)``."""
         raise NotImplementedError
 
     def sharded_optimizer(

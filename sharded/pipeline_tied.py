@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sharded import pipeline_border
+from sharded.main_grad import buffer_of
 
 #: By name, the copies on this rank, each with its stage.
 Copies = Mapping[str, Sequence[tuple[int, torch.nn.Parameter]]]
@@ -61,9 +62,10 @@ class TiedParameters:
         self._before = {}
         for name, found in self._copies.items():
             for stage, parameter in found:
-                if parameter.grad is not None:
-                    self._before[name, stage] = parameter.grad
-                    parameter.grad = None
+                found_before = _gradient(parameter)
+                if found_before is not None:
+                    self._before[name, stage] = found_before.clone()
+                    _set_gradient(parameter, None)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -72,7 +74,8 @@ class TiedParameters:
             self._sum(name, holders)
         for (name, stage), before in self._before.items():
             parameter = dict(self._copies[name])[stage]
-            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+            gradient = _gradient(parameter)
+            _set_gradient(parameter, before if gradient is None else gradient + before)
         self._before = {}
 
     def _sum(self, name: str, holders: Sequence[tuple[int, int]]) -> None:
@@ -80,7 +83,7 @@ class TiedParameters:
         me, ranks = self._group.rank(), sorted({rank for _, rank in holders})
         if me not in ranks or not any(p.requires_grad for p in mine.values()):
             return
-        own = {stage: torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for stage, p in mine.items()}
+        own = {stage: _gradient_or_zeros(p) for stage, p in mine.items()}
         first = holders[0][1]
         if len(ranks) == 2 or me == first:
             # Two exchange their copies, and each adds them up; of more, the first one does it for the others.
@@ -95,7 +98,7 @@ class TiedParameters:
             self._move([], [(own[stage], first) for stage, rank in holders if rank == me])
             self._move([(total, first)], [])
         for p in mine.values():
-            p.grad = total.clone()
+            _set_gradient(p, total.clone())
 
     def _exchanged(
         self,
@@ -132,3 +135,26 @@ def in_order(gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
     for gradient in rest:
         total += gradient
     return total
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``main_grad`` where there is one, else ``grad``."""
+    buffer = buffer_of(parameter)
+    return parameter.grad if buffer is None else buffer
+
+
+def _gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    found = _gradient(parameter)
+    return torch.zeros_like(parameter, requires_grad=False) if found is None else found.contiguous()
+
+
+@torch.no_grad()
+def _set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """A buffer stays the same tensor: backward adds to it."""
+    buffer = buffer_of(parameter)
+    if buffer is None:
+        parameter.grad = value
+    elif value is None:
+        buffer.zero_()
+    else:
+        buffer.copy_(value)

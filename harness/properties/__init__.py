@@ -11,6 +11,7 @@ from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
+from harness.properties.gpt import GPT
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
 from harness.properties.pipeline import PIPELINE
@@ -31,6 +32,7 @@ PROPERTIES: Mapping[str, Property] = {
         DATA_PARALLEL,
         SHARDED_OPTIMIZER,
         PIPELINE,
+        GPT,
         SCHEDULE,
     )
 }

@@ -52,8 +52,9 @@ _micro_batches = [1]
 
 def _summed_after_the_reduction() -> list[Patch]:
     def finish(self: Pipeline) -> None:
-        optimizer = getattr(self.reduce, "__self__", None)
-        if not isinstance(optimizer, ShardedOptimizer):
+        owner = getattr(self.reduce, "__self__", None)  # the optimizer, or the model that has one
+        optimizer = getattr(owner, "optimizer", owner)
+        if self.reduce is None or not isinstance(optimizer, ShardedOptimizer):
             self.tied.finish()
             if self.reduce is not None:
                 self.reduce()
@@ -69,7 +70,7 @@ def _summed_after_the_reduction() -> list[Patch]:
         reduced = ShardedOptimizer._reduced
         ShardedOptimizer._reduced = lambda self, buffer: buffer.cut.own(_gradients(buffer), rank).clone()  # type: ignore[method-assign]
         try:
-            optimizer.step()
+            self.reduce()
         finally:
             ShardedOptimizer._reduced = reduced  # type: ignore[method-assign]
 

@@ -13,14 +13,16 @@ import strategies.collectives
 import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
+import strategies.gpt
 import strategies.linear
 import strategies.pipeline
 import strategies.schedule
 import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, layers, pipeline, reductions, sharded_optimizer, transformer
+from harness.candidates.builtin import data_parallel, gpt, layers, pipeline, reductions, sharded_optimizer, transformer
 from harness.data_parallel import DataParallel
+from harness.gpt import Gpt
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -30,6 +32,7 @@ from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
+from reference.gpt import GptCase
 from reference.linear import LinearCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
@@ -76,6 +79,7 @@ class Builtin(Candidate):
             strategies.data_parallel,
             strategies.sharded_optimizer,
             strategies.pipeline,
+            strategies.gpt,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -155,6 +159,9 @@ class Builtin(Candidate):
 
     def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
         return pipeline.pipeline(case, stages, self.groups)
+
+    def gpt(self, case: GptCase) -> Gpt:
+        return gpt.gpt(case, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind
