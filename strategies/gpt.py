@@ -119,7 +119,7 @@ def _meshes(draw: st.DrawFn, scope: Scope) -> Mesh:
         axes.insert(draw(st.integers(0, len(axes))), draw(st.sampled_from(others)))
     found = []
     for axis in axes:
-        size = draw(st.sampled_from([*range(1, room + 1), *[2] * room]))
+        size = draw(st.sampled_from([*range(1, room + 1), *[2] * (room if room > 1 else 0)]))
         # A head for each rank, and hidden sizes are small.
         size = size if axis != "tp" or size in (1, 2, 4) else 2
         size = size if axis in MODEL_AXES else min(size, 2)
@@ -163,8 +163,10 @@ def _depths(draw: st.DrawFn, stages: int, scope: Scope) -> tuple[int, ...]:
     most = max(1, MOST_LAYERS // stages)
     if not scope.has("gpt_uneven_depths"):
         return (draw(st.integers(1, most)),)
-    least = 0 if scope.has("gpt_no_layers") else 1
-    return tuple(draw(st.lists(st.integers(least, max(1, most)), min_size=1, max_size=min(3, stages))))
+    depths = draw(st.lists(st.integers(1, most), min_size=1, max_size=min(3, stages)))
+    if scope.has("gpt_no_layers") and one_in(draw, 4):
+        depths[draw(st.integers(0, len(depths) - 1))] = 0
+    return tuple(depths)
 
 
 def _kv_heads(draw: st.DrawFn, heads: int, tp: int, scope: Scope) -> int:
