@@ -21,7 +21,7 @@ from harness.world import RankContext
 from reference.gpt import GptCase
 from reference.gpt_parameters import EMBEDDING, OUTPUT, shapes, tensors
 from reference.gpt_step import expected
-from reference.layout import Each, Layout, Split, with_each
+from reference.layout import Layout, Split, with_each
 
 
 def on_rank(context: RankContext, spec: Spec, case: GptCase) -> Observation:

@@ -51,8 +51,8 @@ def gpt(case: GptCase, groups: ProcessGroups) -> Gpt:
 
     def step(ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
         sizes = list(case.sizes)
-        pairs = zip(targets.split(sizes), valid.split(sizes), strict=True)
-        return model.step(ids.split(sizes), list(pairs))
+        pairs = zip(torch.split(targets, sizes), torch.split(valid, sizes), strict=True)
+        return model.step(torch.split(ids, sizes), list(pairs))
 
     parameters = {_name(name): parameter for name, parameter in model.named_parameters().items()}
     return Gpt(step, dict(parameters), _layouts(case))
