@@ -23,9 +23,9 @@ Tensors = dict[str, torch.Tensor]
 
 def expected(case: GptCase, given: Tensors) -> dict[str, torch.Tensor | None]:
     """The loss, and every gradient, or with a sharded update every parameter after it; float64."""
-    parts, loss = units(case, given, token_weights(case))
+    parts, shares = units(case, given, divisors(case))
     totals = reduced(case, parts)
-    out: dict[str, torch.Tensor | None] = {"loss": loss}
+    out: dict[str, torch.Tensor | None] = {"loss": loss_of(case, shares)}
     for name, total in totals.items():
         if case.update == "none":
             out[f"{name}.grad"] = total
@@ -40,7 +40,7 @@ def value_of(case: GptCase, given: Mapping[str, torch.Tensor], name: str) -> tor
     return given[EMBEDDING if name == OUTPUT and case.tied else name]
 
 
-def token_weights(case: GptCase) -> torch.Tensor:
+def divisors(case: GptCase) -> torch.Tensor:
     """By what the loss of each token is divided in the loss of the batch: [N, D, B, S], the valid tokens of all ranks
     and micro-batches; infinity for a token that is not valid."""
     valid = valid_tokens(case)
@@ -48,42 +48,47 @@ def token_weights(case: GptCase) -> torch.Tensor:
     return torch.where(valid, count, torch.inf)
 
 
-def units(case: GptCase, given: Tensors, divisors: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def units(case: GptCase, given: Tensors, by: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """The gradient that each micro-batch of each rank gives every parameter, [N, D, M, *shape], in the order of the
-    case; and the loss, [N, 1]. divisors: of the tokens' losses, as `token_weights`."""
+    case; and its share of the loss, [N, D, M]. by: as `divisors`."""
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in shapes(case)}
     shares: list[torch.Tensor] = []
     order: list[int] = []
     for size in dict.fromkeys(case.sizes):
         numbers = [m for m, one in enumerate(case.sizes) if one == size]
         order += numbers
-        found, share = _of_size(case, given, size, numbers, divisors)
+        found, share = _of_size(case, given, size, numbers, by)
         shares.append(share)
         for name, gradient in found.items():
             parts[name].append(gradient)
     back = torch.tensor([order.index(m) for m in range(case.micro_batches)])
+    gradients = {name: torch.cat(found, 2).index_select(2, back) for name, found in parts.items()}
+    return gradients, torch.cat(shares, 2).index_select(2, back)
+
+
+def loss_of(case: GptCase, shares: torch.Tensor) -> torch.Tensor:
+    """The loss of the batch, [N, 1], from the shares of `units`."""
     with computed_in(case.loss_format.name):
-        loss = torch.cat(shares, 2).sum((1, 2)).unsqueeze(-1)
-    return {name: torch.cat(found, 2).index_select(2, back) for name, found in parts.items()}, loss
+        return shares.sum((1, 2)).unsqueeze(-1)
 
 
 def reduced(case: GptCase, parts: Tensors) -> Tensors:
-    """The gradients of the whole batch, [N, *shape], from those of `units`."""
+    """The gradients of the whole batch, [N, *shape], from those of `units`, all or some."""
     with computed_in(case.gradient_format.name):
         of_rank = {name: part.sum(2) for name, part in parts.items()}
-        if case.tied:
+        if case.tied and EMBEDDING in of_rank:
             both = of_rank[EMBEDDING] + of_rank[OUTPUT]
             of_rank |= {EMBEDDING: both, OUTPUT: both}
         return {name: total.sum(1) for name, total in of_rank.items()}
 
 
 def _of_size(
-    case: GptCase, given: Tensors, size: int, numbers: list[int], divisors: torch.Tensor
+    case: GptCase, given: Tensors, size: int, numbers: list[int], by: torch.Tensor
 ) -> tuple[Tensors, torch.Tensor]:
     """All micro-batches of one size: gradients [N, D, m, *shape] and shares of the loss [N, D, m]."""
     dims = case.replicas, case.data_parallel_size, len(numbers)
     ids, targets = (_picked(case, x, numbers) for x in tokens(case))
-    divisor_UST = _picked(case, divisors, numbers)
+    divisor_UST = _picked(case, by, numbers)
     leaves = _leaves(case, given, dims[0] * dims[1] * dims[2])
     with torch.enable_grad():
         losses = token_losses(case, leaves, ids, targets, size)

@@ -5,13 +5,13 @@ embedding are summed over the pipeline; what is partial is summed over the tenso
 data-parallel ranks' gradients are, into all of them or into the shards of an optimizer.
 
 Collectives beyond those of the stages: for each dtype one all-reduce of all gradients over the data-parallel group,
-or those of the optimizer.
+and one for each copy of a tied weight; or those of the optimizers, likewise apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class ParallelGPT:
     stages: the numbers of the layers of every stage of the whole pipeline, as many stages as a multiple of its ranks:
         `sharded.pipeline_batch.deal` makes such lists. tensor, pipeline, data: this rank's groups along those axes.
     schedule: see `sharded.pipeline_schedules`. recompute_stages: keep each stage's inputs alone.
-    optimizer: makes the optimizer that reduces the gradients, and steps, at the end of `step`; without it gradients are
+    optimizer: makes the optimizers that reduce the gradients, and step, at the end of `step`; without it gradients are
         summed over the data-parallel ranks, and stay in ``grad`` or ``main_grad``.
     The rest as in `GPTStage`.
 
@@ -98,11 +98,11 @@ class ParallelGPT:
             tied={"embedding": copies} if tied and count > 1 else None,
             reduce=self._complete,
         )
-        self.optimizer: ShardedOptimizer | None = None
+        self._tied = [p for _, p in copies] if tied and count > 1 else []
         placed = zip(self.numbers, self.stages, strict=True)
         named = [(f"{number}.{name}", p) for number, stage in placed for name, p in stage.named_parameters()]
-        if optimizer is not None and named:
-            self.optimizer = optimizer(named)
+        self._optimizes = optimizer is not None
+        self.optimizers = [] if optimizer is None else [optimizer(some) for some in self._apart(named)]
 
     def step(
         self,
@@ -137,11 +137,20 @@ class ParallelGPT:
         """Every rank of the groups along tp and dp holds the same stages, and so calls the same."""
         for stage in self.stages:
             finish_gradients(stage, self.tensor)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if self._optimizes:
+            for optimizer in self.optimizers:
+                optimizer.step()
             return
-        parameters: list[Any] = [p for stage in self.stages for p in stage.parameters()]
-        sum_over_ranks(parameters, self.data)
+        for some in self._apart([("", p) for stage in self.stages for p in stage.parameters()]):
+            sum_over_ranks([p for _, p in some], self.data)
+
+    def _apart(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+        """Each copy of a tied weight by itself, then the others together. In one buffer an element's place decides in
+        which order a collective adds its parts, and the copies, in other places, would get other bits and drift
+        apart."""
+        alone = [[(name, p)] for name, p in named if any(p is copy for copy in self._tied)]
+        rest = [(name, p) for name, p in named if not any(p is copy for copy in self._tied)]
+        return [*alone, rest] if rest else alone
 
 
 def sum_over_ranks(parameters: Sequence[torch.Tensor], group: ProcessGroup) -> None:

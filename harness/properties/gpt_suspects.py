@@ -9,54 +9,55 @@ import torch
 from harness.oracle.patterns.evidence import Suspect
 from reference.gpt import GptCase
 from reference.gpt_parameters import EMBEDDING, OUTPUT, stage_of, valid_tokens
-from reference.gpt_step import reduced, token_weights, units, value_of
+from reference.gpt_step import divisors, loss_of, reduced, units, value_of
 
 Tensors = dict[str, torch.Tensor]
 
 
 def suspects(case: GptCase, given: Tensors, name: str) -> list[Suspect]:
     """The wrong values that known mistakes give for the loss, a gradient, or an updated parameter."""
-    base = name.removesuffix(".grad")
-    if base == "loss":
-        found = [Suspect(cause, units(case, given, other)[1].numpy()) for cause, other in _normalised(case)]
-        return [*found, *_of_ranks(case, given)]
-    return list(_Gradient(case, given, base).all())
+    return list(_Suspected(case, given, name.removesuffix(".grad")).all())
 
 
-class _Gradient:
+class _Suspected:
+    """parts, shares: what each micro-batch of each rank gives, [N, D, M, ...]: most mistakes add them up wrongly."""
+
     def __init__(self, case: GptCase, given: Tensors, base: str) -> None:
         self.case, self.given, self.base = case, given, base
-        self.parts = units(case, given, token_weights(case))[0]
+        self.parts, self.shares = units(case, given, divisors(case))
+        names = (EMBEDDING, OUTPUT) if case.tied and base in (EMBEDDING, OUTPUT) else (base,)
+        self.parts = {name: self.parts[name] for name in names if name in self.parts}
 
     def all(self) -> Iterator[Suspect]:
         case, D, M = self.case, self.case.data_parallel_size, self.case.micro_batches
-        right = reduced(case, self.parts)[self.base]
+        ones = torch.ones(case.replicas, D, M, dtype=torch.float64)
+        of_loss = self.base == "loss"
+        for d in range(D if D > 1 else 0):
+            alone = torch.zeros_like(ones)
+            alone[:, d] = 1
+            yield self._weighted(f"is that of dp={d} alone: it is not summed over dp", alone)
         if D > 1:
-            for d in range(D):
-                alone = {name: part[:, d : d + 1] for name, part in self.parts.items()}
-                cause = f"is that of dp={d} alone: it is not summed over dp"
-                yield self._suspect(cause, reduced(case, alone)[self.base])
-            yield self._suspect("is divided by the size of dp: the loss is a mean over all tokens already", right / D)
-            yield self._suspect("is summed over dp twice", right * D)
+            yield self._weighted("is divided by the size of dp: the mean over all tokens is one already", ones / D)
+            yield self._weighted("is summed over dp twice", ones * D)
         if M > 1:
-            below = case.stages - stage_of(case, self.base)
-            cause = f"is divided by the number of micro-batches, {M}, at every stage"
-            yield self._suspect(cause, right * float(M) ** -below)
-            yield self._suspect(f"is divided by the number of micro-batches, {M}", right / M)
+            if not of_loss:
+                below = case.stages - stage_of(case, self.base)
+                cause = f"is divided by the number of micro-batches, {M}, at every stage"
+                yield self._weighted(cause, ones * float(M) ** -below)
+            yield self._weighted(f"is divided by the number of micro-batches, {M}", ones / M)
             for m in range(M):
-                alone = {name: part[:, :, m : m + 1] for name, part in self.parts.items()}
-                yield self._suspect(f"is that of micro-batch {m} alone", reduced(case, alone)[self.base])
-        if case.tied and self.base in (EMBEDDING, OUTPUT):
+                alone = torch.zeros_like(ones)
+                alone[:, :, m] = 1
+                yield self._weighted(f"is that of micro-batch {m} alone: the others are not added", alone)
+        if len(self.parts) > 1:
             yield from self._tied()
-        for cause, other in _normalised(case):
-            parts = units(case, self.given, other)[0]
-            yield self._suspect(cause, reduced(case, parts)[self.base])
+        for cause, factors in self._normalised():
+            yield self._weighted(cause, factors)
 
     def _tied(self) -> Iterator[Suspect]:
         case = self.case
-        of_rank = {name: self.parts[name].sum(2) for name in (EMBEDDING, OUTPUT)}
-        for name in (EMBEDDING, OUTPUT):
-            where = "embedding's" if name == EMBEDDING else "output's"
+        of_rank = {name: part.sum(2) for name, part in self.parts.items()}
+        for name, where in ((EMBEDDING, "embedding's"), (OUTPUT, "output's")):
             cause = f"is the {where} part alone: the tied weight is not summed over its two stages"
             yield self._suspect(cause, of_rank[name].sum(1))
         other = OUTPUT if self.base == EMBEDDING else EMBEDDING
@@ -66,40 +67,31 @@ class _Gradient:
                 late = of_rank[self.base].sum(1) + of_rank[other][:, d]
                 yield self._suspect("is summed over its two stages after the reduction over dp, in part", late)
 
+    def _normalised(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Means over other sets than the whole batch, as factors of each micro-batch's part, [N, D, M]."""
+        case, valid = self.case, valid_tokens(self.case).sum(-1)
+        D, M = case.data_parallel_size, case.micro_batches
+        of_unit = torch.stack([one.sum(-1) for one in valid.split(list(case.sizes), -1)], -1).to(torch.float64)
+        right = of_unit.sum((1, 2), keepdim=True).clamp(min=1)
+        own, of_rank = of_unit.clamp(min=1), of_unit.sum(2, keepdim=True).clamp(min=1)
+        means = "is the mean of the micro-batches' means, and not the mean over all tokens"
+        yield means, right / (own * M * D)
+        yield f"{means}; and it is summed over dp", right / (own * M)
+        yield "is the sum of the micro-batches' means, and not the mean over all tokens", right / own
+        yield "is the mean of the means of the ranks along dp, and not the mean over all tokens", right / (of_rank * D)
+        yield "is the sum over the tokens, and not their mean", right
+        yield "is divided by the number of all tokens, and not by that of the valid ones", right / case.tokens
+
+    def _weighted(self, cause: str, factors: torch.Tensor) -> Suspect:
+        """What comes of it where each micro-batch's part has a factor, [N, D, M] or broadcast to it."""
+        whole = factors.expand(self.shares.shape)
+        if self.base == "loss":
+            return Suspect(cause, loss_of(self.case, self.shares * whole).numpy())
+        dims = (..., *(None,) * (self.parts[self.base].dim() - 3))
+        parts = {name: part * whole[dims] for name, part in self.parts.items()}
+        return self._suspect(cause, reduced(self.case, parts)[self.base])
+
     def _suspect(self, cause: str, gradient: torch.Tensor) -> Suspect:
         if self.case.update == "sharded":
             gradient = value_of(self.case, self.given, self.base) - gradient
         return Suspect(cause, gradient.detach().numpy())
-
-
-def _normalised(case: GptCase) -> Iterator[tuple[str, torch.Tensor]]:
-    """Means over other sets than the whole batch: what the tokens' losses are divided by, [N, D, B, S]."""
-    valid, M, D = valid_tokens(case), case.micro_batches, case.data_parallel_size
-    counts = torch.empty(valid.shape, dtype=torch.float64)
-    at = 0
-    for size in case.sizes:
-        of_this = valid[:, :, at : at + size]
-        counts[:, :, at : at + size] = of_this.sum((2, 3), keepdim=True).clamp(min=1)
-        at += size
-    whole = torch.full(valid.shape, float(case.tokens), dtype=torch.float64)
-    own = valid.sum((2, 3), keepdim=True).clamp(min=1).to(torch.float64).expand(valid.shape)
-
-    def where_valid(divisors: torch.Tensor) -> torch.Tensor:
-        return torch.where(valid, divisors, torch.inf)
-
-    yield "is the mean of the micro-batches' means, and not the mean over all tokens", where_valid(counts * M * D)
-    yield "is the mean of means of micro-batches, summed over dp", where_valid(counts * M)
-    yield "is the sum of the micro-batches' means, and not the mean over all tokens", where_valid(counts)
-    yield "is the mean of the means of the ranks along dp, and not the mean over all tokens", where_valid(own * D)
-    yield "is the sum over the tokens, and not their mean", where_valid(torch.ones_like(whole))
-    yield "counts tokens that are not valid, in the divisor", where_valid(whole)
-    yield "counts tokens that are not valid", whole
-
-
-def _of_ranks(case: GptCase, given: Tensors) -> Iterator[Suspect]:
-    """The loss of one rank along dp."""
-    right = token_weights(case)
-    for d in range(case.data_parallel_size if case.data_parallel_size > 1 else 0):
-        alone = torch.full_like(right, torch.inf)
-        alone[:, d] = right[:, d]
-        yield Suspect(f"is the part of dp={d} alone: it is not summed over dp", units(case, given, alone)[1].numpy())

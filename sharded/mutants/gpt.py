@@ -54,10 +54,11 @@ def _partial_gradients_stepped_with() -> list[Patch]:
     original = ParallelGPT._complete
 
     def complete(self: ParallelGPT) -> None:
-        if self.optimizer is None:
+        if not self._optimizes:
             original(self)
             return
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for stage in self.stages:
             finish_gradients(stage, self.tensor)
 
@@ -70,6 +71,13 @@ def _tied_sum_of_grad() -> list[Patch]:
         return None
 
     return [(pipeline_tied, "buffer_of", no_buffer)]
+
+
+def _tied_among_others() -> list[Patch]:
+    def together(self: ParallelGPT, named: Sequence[Any]) -> list[list[Any]]:
+        return [list(named)] if named else []
+
+    return [(ParallelGPT, "_apart", together)]
 
 
 MUTANTS = (
@@ -103,5 +111,12 @@ MUTANTS = (
         "copies of the tied embedding are summed in grad where gradients are in main_grad",
         "own",
         _tied_sum_of_grad,
+    ),
+    Mutant(
+        "F76",
+        "gpt",
+        "copies of the tied embedding are reduced over dp in buffers with others: their bits drift apart",
+        "own",
+        _tied_among_others,
     ),
 )

@@ -52,16 +52,16 @@ _micro_batches = [1]
 
 def _summed_after_the_reduction() -> list[Patch]:
     def finish(self: Pipeline) -> None:
-        owner = getattr(self.reduce, "__self__", None)  # the optimizer, or the model that has one
-        optimizer = getattr(owner, "optimizer", owner)
-        if self.reduce is None or not isinstance(optimizer, ShardedOptimizer):
+        owner = getattr(self.reduce, "__self__", None)  # the optimizer, or the model that has some
+        optimizers = [one for one in getattr(owner, "optimizers", [owner]) if isinstance(one, ShardedOptimizer)]
+        if self.reduce is None or not optimizers:
             self.tied.finish()
             if self.reduce is not None:
                 self.reduce()
             return
         # Each owner's elements are reduced in their place in the gradients; the others' stay the rank's own.
-        rank = optimizer.group.rank()
-        for buffer in optimizer._buffers:
+        rank = optimizers[0].group.rank()
+        for optimizer, buffer in [(one, buffer) for one in optimizers for buffer in one._buffers]:
             joined = _gradients(buffer)
             buffer.cut.own(joined, rank).copy_(optimizer._reduced(buffer))
             for p, values in zip(buffer.parameters.values(), buffer.cut.tensors(joined), strict=True):
