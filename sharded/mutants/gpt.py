@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from sharded import gpt_parallel, gpt_stages, norms, pipeline_tied
 from sharded.gpt_parallel import ParallelGPT
 from sharded.gpt_stages import GPTLoss
-from sharded.mutants import Mutant, Patch
+from sharded.mutants import Mutant, Patch, pipeline
 from sharded.norms import Norm
 from sharded.parallel_linear import PartOptions
 from sharded.positions import Positions
@@ -80,7 +80,19 @@ def _tied_among_others() -> list[Patch]:
     return [(ParallelGPT, "_apart", together)]
 
 
+def _tied_summed_in_shards() -> list[Patch]:
+    """Where the copies are cut alike, the order would not matter: an owner has the same elements of both."""
+    return [*pipeline.summed_after_the_reduction(), *_tied_among_others()]
+
+
 MUTANTS = (
+    Mutant(
+        "F46b",
+        "gpt",
+        "the sum of the tied embedding comes after the sharded dp reduction, whose shards differ between its stages",
+        "NVIDIA/Megatron-LM#844",
+        _tied_summed_in_shards,
+    ),
     Mutant(
         "F71", "gpt", "the position embedding's gradient is left out of the sum over dp", "own", _positions_left_out
     ),

@@ -50,7 +50,9 @@ def _divided_at_every_stage() -> list[Patch]:
 _micro_batches = [1]
 
 
-def _summed_after_the_reduction() -> list[Patch]:
+def summed_after_the_reduction() -> list[Patch]:
+    """F46, also of use to the mutants of a whole model."""
+
     def finish(self: Pipeline) -> None:
         owner = getattr(self.reduce, "__self__", None)  # the optimizer, or the model that has some
         optimizers = [one for one in getattr(owner, "optimizers", [owner]) if isinstance(one, ShardedOptimizer)]
@@ -255,7 +257,7 @@ MUTANTS = (
         "pipeline",
         "the sum of the tied embedding comes after the sharded dp reduction",
         "NVIDIA/Megatron-LM#844",
-        _summed_after_the_reduction,
+        summed_after_the_reduction,
     ),
     Mutant(
         "F48b",
