@@ -107,8 +107,9 @@ def _cuts(case: PipelineCase) -> dict[str, Layout]:
 
 
 def _copies_differ(case: PipelineCase, seen: World) -> Iterator[Finding]:
-    """All copies of a tied weight must have the same bits, or they drift apart. A sharded optimizer adds the gradients of
-    more than two pipelines in an order that depends on where a copy lies in its buffer: then only where nothing rounds."""
+    """All copies of a tied weight must have the same bits, or they drift apart. A sharded optimizer adds the gradients
+    of more than two pipelines in an order that depends on where a copy lies in its buffer: then only where nothing
+    rounds."""
     if case.update == "sharded" and case.replicas > 2 and not exact(case):
         return
     copies = [block.copy for block in tied(case)]
