@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import strategies.pipeline
+import strategies.pipeline_simpler
 from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
@@ -201,7 +202,7 @@ PIPELINE = Property(
     methods=("pipeline",),
     features=strategies.pipeline.FEATURES,
     cases=strategies.pipeline.cases,
-    simpler=strategies.pipeline.simpler,
+    simpler=strategies.pipeline_simpler.simpler,
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.pipeline:on_rank",
     expected=lambda case: {} if _nothing(case) else _expected(case),

@@ -16,7 +16,8 @@ from reference.dtypes import FORMATS
 from reference.mesh import AXES
 from reference.pipeline import PipelineCase
 from reference.pipeline_stages import blocks_of, exact, tied, valid_tokens
-from strategies.pipeline import FEATURES, needs, simpler, within
+from strategies.pipeline import FEATURES
+from strategies.pipeline_simpler import needs, simpler, within
 from strategies.scope import Scope
 
 FULL = Scope(max_world=8, features=frozenset(FEATURES))
