@@ -25,7 +25,7 @@ FEATURES = {
     "pipeline_zbv": "the schedule zero bubble whose stages go down the ranks and up again",
     "pipeline_few": "fewer micro-batches than ranks",
     "pipeline_uneven": "micro-batches of one sample more or less",
-    "pipeline_sizes": "micro-batches of any sizes",
+    "pipeline_sizes": "micro-batches of any sizes, beside those",
     "pipeline_widths": "borders of different widths",
     "pipeline_skip": "a second tensor across the borders that needs a gradient",
     "pipeline_skip_unused": "such a tensor of which some stages, or all, make no use",
@@ -116,7 +116,7 @@ def _micro_batches(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) ->
 
 
 def _sizes(draw: st.DrawFn, micro_batches: int, scope: Scope) -> tuple[int, ...]:
-    if scope.has("pipeline_sizes") and draw(st.booleans()):
+    if scope.has("pipeline_sizes") and scope.has("pipeline_uneven") and draw(st.booleans()):
         sizes = st.lists(st.integers(1, MOST_SAMPLES), min_size=micro_batches, max_size=micro_batches)
         return tuple(draw(sizes))
     each = draw(st.integers(1, MOST_SAMPLES - 1))
