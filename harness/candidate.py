@@ -68,6 +68,8 @@ class Sharded:
         partial tensor every rank has the whole gradient.
     read_grad: reads the gradient of a tensor (default: ``main_grad`` where the case asks for it, else ``grad``).
     finish: called once after the last backward, for what a trainer does then before it uses the gradients.
+    masks: the places of the dropout masks that each forward draws by torch's random functions, in their order; without
+        it, what a module with dropout computes is not compared with anything.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Sharded:
         outputs: Mapping[str, Layout] | None = None,
         read_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         finish: Callable[[], None] | None = None,
+        masks: Sequence[str] = (),
         **layouts: Layout,
     ) -> None:
         for layout in (
@@ -98,6 +101,7 @@ class Sharded:
         self.outputs = dict(outputs or {})
         self.read_grad = read_grad
         self.finish = finish
+        self.masks = tuple(masks)
         self.parameters = dict(parameters or {})
 
     def parameter(self, name: str) -> torch.Tensor | PartOf:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.candidate import Sharded
+from harness.drawn import DRAWN, Drawn, Draws, masks_of
 from harness.exercise import Exercise, MicroBatch
 from harness.held import Held, held, require_apart
-from harness.local import Purity, WrongResult, as_local, local_tensor, require_like
+from harness.local import Purity, WrongAdapter, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.wiring import initial, layout_of, require_known, require_parameter, require_sharded
@@ -70,6 +71,7 @@ class _Drive:
     sent: list[Sent] = field(default_factory=list)
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    drawn: dict[tuple[int, str], Drawn] = field(default_factory=dict)
 
     def run(self) -> Observation:
         parameters = self._held()
@@ -92,7 +94,8 @@ class _Drive:
         departs = bool(said.inputs or said.outputs or any(name in names.inputs for name in said.grads))
         effects = tuple(self.purity.report())
         sent = None if self.traffic is None else tuple(self.sent)
-        return Observation(self.tensors, self.layouts, effects, sent, departs=departs)
+        facts = {DRAWN: self.drawn} if self.drawn else {}
+        return Observation(self.tensors, self.layouts, effects, sent, departs=departs, facts=facts)
 
     @contextmanager
     def _sending(self, what: Phase, m: int) -> Iterator[None]:
@@ -146,13 +149,28 @@ class _Drive:
                 self.layouts[f"{name}.grad"] = of_grad
             inputs[name] = exercise.local(name, given, said).requires_grad_(given.requires_grad)
             self.purity.watch(name, inputs[name])
-        with phase(f"forward of micro-batch {m}"), self._sending("forward", m):
+        with phase(f"forward of micro-batch {m}"), self._sending("forward", m), self._drawing(m):
             returned = sharded.forward(*inputs.values())
         outputs = self._outputs(returned, micro_batch)
         for name, output in outputs.items():
             self.tensors[name] = local_tensor(name, output)
             self.purity.watch(name, output)
         return _InFlight(inputs, outputs, exercise.consume(tuple(outputs.values())))
+
+    @contextmanager
+    def _drawing(self, m: int) -> Iterator[None]:
+        """What forward draws inside are the masks of a micro-batch, where the candidate says which these are."""
+        due = self.exercise.micro_batches[m].masks
+        if not (due and self.sharded.masks):
+            yield
+            return
+        if sorted(self.sharded.masks) != sorted(due):
+            raise WrongAdapter(f"Sharded(..., masks={self.sharded.masks!r}): expected an order of {', '.join(due)}")
+        with Draws() as draws:
+            yield
+        named = {place: due[place] for place in self.sharded.masks}
+        parts = {p: self.exercise.window(f"the mask of {p}", one.shape, one.layout).shape for p, one in named.items()}
+        self.drawn |= masks_of(m, draws.found, parts)
 
     def _outputs(self, returned: object, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         several = list(returned) if isinstance(returned, tuple | list) else [returned]

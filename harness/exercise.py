@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -37,11 +37,12 @@ class Result:
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward: the inputs in the order of the call, the outputs in the order of return, and the
-    gradient of what the consumer makes of them."""
+    gradient of what the consumer makes of them; and the dropout masks of forward, by their place."""
 
     inputs: Mapping[str, Given]
     outputs: Mapping[str, Result]
     output_grad: Given
+    masks: Mapping[str, Result] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Legend: R replicas, S tokens of a sequence, B sequences, A query heads, G key/va
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -57,12 +58,19 @@ def for_queries(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if heads == G else x.unsqueeze(4).expand(R, S, B, G, heads // G, D).reshape(R, S, B, heads, D)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v of each head, all [R, S, B, A, D]. hidden: see `hidden_scores`."""
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor | None,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda probabilities: probabilities,
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v of each head, all [R, S, B, A, D]. hidden: see `hidden_scores`. change: of the
+    probabilities, [R x B x A, S, S]."""
     R, S, B, A, D = q.shape
     q, k, v = (x.permute(0, 2, 3, 1, 4).reshape(-1, S, D) for x in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(D)
     if hidden is not None:
         scores = scores.view(R, B, A, S, S).masked_fill(hidden, -math.inf).view(-1, S, S)
-    mixed = torch.bmm(scores.softmax(-1), v)
+    mixed = torch.bmm(change(scores.softmax(-1)), v)
     return mixed.view(R, B, A, S, D).permute(0, 3, 1, 2, 4)

@@ -22,6 +22,7 @@ from reference.linear import Backward
 from reference.mesh import Mesh
 from reference.precision import computed_in
 from reference.recipe import Recipe, fill
+from reference.transformer_dropout import dropping, mask_names
 from reference.transformer_layer import attend, feed
 
 Norm = Literal["layer", "rms"]
@@ -56,7 +57,7 @@ class TransformerCase(AlongAxis):
     the number of ranks are held by several of them. ``bias`` is that of all linear layers; layer norms always have one.
     ``sequence_parallel`` cuts the tokens over the ranks outside attention and mlp. ``recompute`` says what backward
     computes again: nothing, attention, or the layer. ``dropout`` is the probability for attention and for what is
-    added to the residual; a case with it has no expected values. ``seed`` decides its masks, and initial values. The
+    added to the residual; what is then expected depends on the masks. ``seed`` decides them, and initial values. The
     rest as in `reference.linear.LinearCase`.
     """
 
@@ -189,17 +190,20 @@ def tensors(case: TransformerCase) -> Tensors:
 def expected(case: TransformerCase, given: Tensors) -> dict[str, torch.Tensor | None]:
     """Outputs and gradients of one process, float64; None where there must be no gradient.
 
-    The forward is written out, its gradients are autograd's. Raises ValueError for a case with dropout.
+    The forward is written out, its gradients are autograd's. With dropout, ``given`` has the masks too: what is kept,
+    see `reference.transformer_dropout`. Raises ValueError where they are missing.
     """
-    if case.dropout:
-        raise ValueError(f"dropout {case.dropout} has no expected values: the masks are the candidate's own")
+    missing = [name for name in mask_names(case) if name not in given]
+    if missing:
+        raise ValueError(f"dropout {case.dropout} without {', '.join(missing)}: expected what each mask keeps")
     leaves = leaves_of(case, given)
     out: dict[str, torch.Tensor | None] = {}
     totals: dict[str, list[torch.Tensor]] = {name: [] for name in leaves}
     inputs: dict[str, torch.Tensor | None] = {}
     for m in range(len(case.leading)):
         x = given[f"input[{m}]"].clone().requires_grad_(case.trains and case.input_requires_grad)
-        z = feed(case, leaves, attend(case, leaves, x, m))
+        drop = dropping(case, given, m)
+        z = feed(case, leaves, attend(case, leaves, x, m, drop), drop)
         out[f"output[{m}]"] = z.detach()
         inputs[f"input[{m}].grad"] = None
         if case.trains:

@@ -9,6 +9,7 @@ of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,8 @@ EPS = 1e-5
 
 Parameters = Mapping[str, torch.Tensor]
 #: Changes a value on its way, by where it is: "queries", "keys" and "values" of each query head, [R, S, B, A, D];
-#: "heads", what they give, likewise; "inner", [R, S, B, F], what the mlp's activation gives. For known mistakes.
+#: "heads", what they give, likewise; "inner", [R, S, B, F], what the mlp's activation gives; "probabilities",
+#: [R x B x A, S, S], of keys; "o" and "down", what is added to the residual, [R, S, B, H]. For dropout and mistakes.
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -45,8 +47,9 @@ def attend(case: TransformerCase, p: Parameters, x: torch.Tensor, m: int, change
     q = change("queries", heads("q", case.heads))
     k, v = (for_queries(heads(name, case.kv_heads), case.heads) for name in ("k", "v"))
     k, v = change("keys", k), change("values", v)
-    mixed = change("heads", attention(q, k, v, hidden_scores(case.mask, S, B, m)))
-    return x + linear(p, "o", mixed.reshape(R, S, B, case.hidden))
+    scores = hidden_scores(case.mask, S, B, m)
+    mixed = change("heads", attention(q, k, v, scores, partial(change, "probabilities")))
+    return x + change("o", linear(p, "o", mixed.reshape(R, S, B, case.hidden)))
 
 
 def feed(case: TransformerCase, p: Parameters, y: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
@@ -54,7 +57,7 @@ def feed(case: TransformerCase, p: Parameters, y: torch.Tensor, change: Change =
     h = norm(case, p, "norm2", y)
     up = linear(p, "up", h)
     inner = F.silu(linear(p, "gate", h)) * up if case.activation == "swiglu" else F.gelu(up)
-    return y + linear(p, "down", change("inner", inner))
+    return y + change("down", linear(p, "down", change("inner", inner)))
 
 
 def norm(case: TransformerCase, p: Parameters, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from harness import PartOf, Sharded
 from harness.candidates import megatron_core_transformer, torch_transformer
+from harness.candidates.builtin import Builtin
 from harness.candidates.megatron_core import MegatronCore
 from harness.candidates.megatron_core_on_cpu import Generator
 from harness.candidates.torch_native import TorchNative
@@ -73,6 +74,55 @@ class MegatronForgetful(MegatronCore):
 
         random._set_all_rng_states = lambda *_: None
         return super().transformer_layer(case)
+
+
+class BuiltinUnmasked(Builtin):
+    """Attention sees everything."""
+
+    name: ClassVar[str] = "builtin, unmasked"
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        made = super().transformer_layer(case)
+        layer: Any = made.module
+        made.forward = lambda x: layer(x, mask=None)
+        return made
+
+
+class BuiltinUnscaled(Builtin):
+    """What is kept of what is added to the residual is not scaled."""
+
+    name: ClassVar[str] = "builtin, unscaled"
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        made = super().transformer_layer(case)
+        layer: Any = made.module
+        dropped = layer._dropped
+        layer._dropped = lambda x: dropped(x) * (1 - case.dropout)
+        return made
+
+
+class BuiltinUndropped(Builtin):
+    """Nothing is dropped of what is added to the residual."""
+
+    name: ClassVar[str] = "builtin, undropped"
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        made = super().transformer_layer(case)
+        made.module.hidden_dropout = 0.0  # type: ignore[attr-defined]
+        return made
+
+
+class BuiltinOneMask(Builtin):
+    """All sequences are dropped alike."""
+
+    name: ClassVar[str] = "builtin, one mask"
+
+    def transformer_layer(self, case: TransformerCase) -> Sharded:
+        made = super().transformer_layer(case)
+        layer: Any = made.module
+        dropped = layer._dropped
+        layer._dropped = lambda x: x * dropped(torch.ones_like(x[:, :1]))
+        return made
 
 
 class TorchUnreduced(TorchNative):

@@ -74,6 +74,9 @@ PLAIN = TransformerCase(Mesh.of(tp=2), 8, 4, 2, 4, ((4, 1), (2, 2)), bias=True)
             {"dropout": 0.5},
             "recomputation draws other dropout masks",
         ),
+        ("builtin", "BuiltinUnmasked", {"dropout": 0.5}, "with the masks that forward drew"),
+        ("builtin", "BuiltinUnmasked", {"dropout": 0.1, "mask": "padding"}, "with the masks that forward drew"),
+        ("builtin", "BuiltinUnscaled", {"dropout": 0.5, "sequence_parallel": True}, "with the masks that forward drew"),
         ("torch", "TorchUnreduced", {"sequence_parallel": True}, "covers only the rank's own tokens"),
         ("torch", "TorchHeadNormsUnplanned", {"qk_norm": True, "hidden": 16}, "covers only the rank's own heads"),
     ],
@@ -90,6 +93,20 @@ def test_a_mistake_in_an_adapter_of_a_library_is_found(
         found = wrong.check(TRANSFORMER, case).verdict.findings
     assert {finding.kind for finding in found} <= {"mismatch", "disagree"}, found
     assert any(cause in f"{finding.message} {finding.cause} {finding.details}" for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ("BuiltinUndropped", "drew 1 dropout masks; expected 3: probabilities, o, down"),
+        ("BuiltinOneMask", "the dropout mask of o in micro-batch 1 has shape (2, 1, 8); expected (2, 2, 8)"),
+    ],
+)
+def test_masks_of_another_number_or_size_are_refused(adapter: str, message: str) -> None:
+    with Bench(f"{ADAPTERS}:{adapter}") as wrong:
+        (found,) = wrong.check(TRANSFORMER, replace(PLAIN, dropout=0.5)).verdict.findings
+    assert found.kind == "error"
+    assert message in found.message
 
 
 def test_heads_that_ranks_share_are_cut_as_megatron_cuts_them() -> None:

@@ -75,6 +75,7 @@ def transformer_layer(case: TransformerCase, group: dist.ProcessGroup) -> Sharde
         forward=forward,
         parameters=parameters,
         finish=lambda: _allreduce_non_tensor_model_parallel_grads([chunk], block.config, group),
+        masks=("probabilities", "o", "down"),
         **layouts,
     )
 

@@ -1,5 +1,5 @@
-"""Transformer: outputs and all gradients of a layer equal one process within a computed tolerance; with dropout, what
-can be said without one."""
+"""Transformer: outputs and all gradients of a layer equal one process within a computed tolerance; with dropout, one
+process that drops the same."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from harness.properties.dropout import MASKS, judge_alone, judge_masks, judge_re
 from harness.properties.modules import Values, explanation, forms_of, one_thread, wanted
 from harness.properties.tensors import Want, judge_tensors
 from harness.properties.traffic import judge_traffic
+from harness.properties.transformer_dropout import judge_values, mask_results
 from harness.properties.transformer_suspects import suspects
 from harness.session import Session, phase
 from harness.verdict import Verdict
@@ -50,7 +51,7 @@ def on_rank(context: RankContext, spec: Spec, run: TransformerCase | initial.Alo
         due = tuple(candidate.traffic(case, needed(case)))
     exercise = replace(_exercise(case, context.rank), only_initial=isinstance(run, initial.Alone))
     seen = drive(exercise, lambda: candidate.transformer_layer(case), context.traffic)
-    return replace(seen, due=due, facts={MASKS: read_masks(candidate, case)} if case.dropout else {})
+    return replace(seen, due=due, facts={**seen.facts, MASKS: read_masks(candidate, case)} if case.dropout else {})
 
 
 def _exercise(case: TransformerCase, rank: int) -> Exercise:
@@ -66,6 +67,7 @@ def _exercise(case: TransformerCase, rank: int) -> Exercise:
                 {f"input[{m}]": Given(given[f"input[{m}]"], cuts["input"], case.input_requires_grad)},
                 {f"output[{m}]": Result((case.replicas, *dims, case.hidden), cuts["output"])},
                 Given(given[f"output[{m}].grad"], cuts["output"]),
+                mask_results(case, m),
             )
             for m, dims in enumerate(case.leading)
         ],
@@ -87,17 +89,18 @@ def runs(case: TransformerCase, description: Description) -> Sequence[Transforme
 
 def judge(case: TransformerCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
     """Every output and gradient against one process, then replicas against each other, then the initialisation. With
-    dropout there is nothing to compare with: its masks, replicas, and the second run."""
+    dropout masks are judged too, and the second run."""
     shape = _shapes(case)
     main_grads = [f"{name}.grad" for name in shapes(case)] if case.main_grad else []
     forms = forms_of(list(shape), layouts(case), case.format, main_grads, worlds[0][0])
     if case.dropout:
+        values = judge_values(case, forms, worlds[0])
         findings = [
             *judge_masks(case, worlds[0]),
-            *judge_alone(shape, forms, case.mesh, worlds[0]),
+            *(values.findings or judge_alone(shape, forms, case.mesh, worlds[0])),
             *(judge_recomputed(case, initial.case_of(runs(case, description)[1]), worlds) if len(worlds) > 1 else ()),
         ]
-        return Verdict((*findings, *judge_traffic(case.mesh, needed(case), worlds[0])))
+        return replace(values, findings=(*findings, *judge_traffic(case.mesh, needed(case), worlds[0])))
 
     def why(name: str, values: Values, tolerance: Values | None) -> Diagnosis | None:
         given = tensors(case)

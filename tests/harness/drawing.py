@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -45,6 +48,21 @@ transformer_cases = strategies.transformer.cases(
 )
 
 small_meshes = meshes(AXES, 24, most=len(AXES))
+
+
+@cache
+def sample(strategy: st.SearchStrategy[Any], count: int = 1000) -> tuple[Any, ...]:
+    """The same cases every time, whatever the profile."""
+    drawn: list[Any] = []
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(max_examples=count, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(strategy)
+    def collect(case: Any) -> None:
+        drawn.append(case)
+
+    collect()
+    return tuple(drawn)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from drawing import transformer_cases
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from harness.drawn import Draws
 from harness.observation import LocalTensor, Observation
 from harness.oracle.expectation import expect
 from harness.oracle.within import compare_within
@@ -23,7 +26,8 @@ from reference.codec import decode, encode
 from reference.layout import Whole
 from reference.mesh import Mesh
 from reference.recipe import Recipe
-from reference.transformer import Tensors, TransformerCase, TransformerRecipes, expected, shapes, tensors
+from reference.transformer import DROPOUT, Tensors, TransformerCase, TransformerRecipes, expected, shapes, tensors
+from reference.transformer_dropout import mask_name, mask_names, mask_shapes
 
 PLAIN = TransformerCase(Mesh.of(tp=2), hidden=8, heads=4, kv_heads=4, ffn=6, leading=((3, 2),), bias=True)
 
@@ -55,18 +59,19 @@ class Layer(nn.Module):
                 made = getattr(self, f"{name}_norm")(made)
             return (turned(made) if case.rotary and name != "v" else made).permute(1, 2, 0, 3)
 
-        mixed = F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(  # with dropout_p > 0 it draws one mask, [B, A, S, S]
             heads("q", case.heads),
             heads("k", case.kv_heads),
             heads("v", case.kv_heads),
             attn_mask=visible_keys(S, B, m)[:, None, None] if case.mask == "padding" else None,
+            dropout_p=case.dropout,
             is_causal=case.mask == "causal",
             enable_gqa=True,
         )
-        y = x + self.o(mixed.permute(2, 0, 1, 3).reshape(S, B, H))
+        y = x + F.dropout(self.o(mixed.permute(2, 0, 1, 3).reshape(S, B, H)), case.dropout)
         h = self.norm2(y)
         inner = F.silu(self.gate(h)) * self.up(h) if case.activation == "swiglu" else F.gelu(self.up(h))
-        z: torch.Tensor = y + self.down(inner)
+        z: torch.Tensor = y + F.dropout(self.down(inner), case.dropout)
         return z
 
 
@@ -106,7 +111,42 @@ def by_modules(
 @given(transformer_cases)
 def test_expected_is_what_torchs_modules_compute(case: TransformerCase) -> None:
     made = tensors(case)
-    got, want = expected(case, made), by_modules(case, made)
+    assert_nearly_equal(expected(case, made), by_modules(case, made))
+
+
+@given(transformer_cases, st.sampled_from(DROPOUT[1:]))
+def test_with_dropout_expected_is_what_torchs_modules_compute(case: TransformerCase, p: float) -> None:
+    case = dataclasses.replace(case, dropout=p, init=False)
+    made, (want, masks) = tensors(case), with_masks(case)
+    assert set(mask_names(case)) == set(masks)
+    assert_nearly_equal(expected(case, {**made, **masks}), want)
+
+
+def test_dropout_without_masks_is_refused() -> None:
+    case = dataclasses.replace(PLAIN, dropout=0.5)
+    with pytest.raises(
+        ValueError, match=re.escape("dropout 0.5 without kept[0].probabilities, kept[0].o, kept[0].down")
+    ):
+        expected(case, tensors(case))
+
+
+def with_masks(case: TransformerCase) -> tuple[dict[str, torch.Tensor | None], Tensors]:
+    """What torch's modules compute with dropout, and the masks that they drew."""
+    with torch.random.fork_rng(), Draws() as draws:
+        torch.manual_seed(0)
+        made = by_modules(case, tensors(case))
+    drawn = iter(draws.found)
+    found: dict[str, list[torch.Tensor]] = {}
+    for _ in range(case.replicas):
+        for m in range(len(case.leading)):
+            for place, shape in mask_shapes(case, m).items():
+                kept = next(drawn).kept(case.dropout, ones_are_kept=True).reshape(shape[1:])
+                found.setdefault(mask_name(place, m), []).append(torch.from_numpy(kept))
+    assert next(drawn, None) is None
+    return made, {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def assert_nearly_equal(got: Mapping[str, torch.Tensor | None], want: Mapping[str, torch.Tensor | None]) -> None:
     assert set(got) == set(want)
     for name, value in got.items():
         other = want[name]
@@ -213,12 +253,6 @@ def test_micro_batches_add_up_and_replicas_do_not() -> None:
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(PLAIN, **changes)
-
-
-def test_a_case_with_dropout_has_no_expected_values() -> None:
-    case = dataclasses.replace(PLAIN, dropout=0.1)
-    with pytest.raises(ValueError, match="the masks are the candidate's own"):
-        expected(case, tensors(case))
 
 
 def test_recipes_are_normal_by_default_and_seeds_change_them() -> None:

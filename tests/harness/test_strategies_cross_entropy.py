@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from functools import cache
 from random import Random
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from drawing import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,24 +93,12 @@ def test_a_dtype_that_cannot_be_asked_leaves_nothing_to_draw() -> None:
         smallest(strategies.cross_entropy.cases(Scope(dtypes=("fp64",))), lambda c: True)
 
 
-@cache
-def sample() -> tuple[CrossEntropyCase, ...]:
-    """The same cases every time."""
-    drawn: list[CrossEntropyCase] = []
-
-    @hypothesis.seed(0)
-    @hypothesis.settings(max_examples=1500, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
-    @given(strategies.cross_entropy.cases(FULL))
-    def collect(case: CrossEntropyCase) -> None:
-        drawn.append(case)
-
-    collect()
-    return tuple(drawn)
+DRAWN = strategies.cross_entropy.cases(FULL)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_is_drawn_alone_and_with_every_dtype(feature: str) -> None:
-    with_it = [case for case in sample() if used(case)[feature] and case.parallel_size > 1]
+    with_it = [case for case in sample(DRAWN, 1500) if used(case)[feature] and case.parallel_size > 1]
     assert {case.dtype for case in with_it} == (set(FORMATS) if feature != "cross_entropy_fp64" else {"fp64"})
     implied = {
         "cross_entropy_none_valid": {"cross_entropy_reduced", "cross_entropy_ignore_index"},
@@ -151,11 +139,11 @@ def test_every_feature_is_drawn_alone_and_with_every_dtype(feature: str) -> None
     ids=lambda f: str(f.__code__.co_firstlineno),
 )
 def test_what_hides_faults_elsewhere_is_drawn(wanted: Callable[[CrossEntropyCase], bool]) -> None:
-    assert any(map(wanted, sample()))
+    assert any(map(wanted, sample(DRAWN, 1500)))
 
 
 def test_every_axis_position_and_kind_of_target_is_drawn() -> None:
-    drawn = sample()
+    drawn = sample(DRAWN, 1500)
     assert {c.axis for c in drawn if c.parallel_size > 1} == set(AXES)
     assert {(c.axis, c.mesh.names.index(c.axis)) for c in drawn} >= set(itertools.product(AXES, range(3)))
     assert {len(dims) for c in drawn for dims in c.leading} == set(FULL.token_dims)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 
-import hypothesis
 import pytest
+from drawing import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,24 +70,12 @@ def test_what_a_scope_does_not_allow_is_never_drawn(scope: Scope, data: st.DataO
         assert one != case
 
 
-@cache
-def sample() -> tuple[ShardedOptimizerCase, ...]:
-    """The same cases every time."""
-    drawn: list[ShardedOptimizerCase] = []
-
-    @hypothesis.seed(0)
-    @hypothesis.settings(max_examples=1000, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
-    @given(strategies.sharded_optimizer.cases(FULL))
-    def collect(case: ShardedOptimizerCase) -> None:
-        drawn.append(case)
-
-    collect()
-    return tuple(drawn)
+DRAWN = strategies.sharded_optimizer.cases(FULL)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_is_drawn_without_each_other(feature: str) -> None:
-    with_it = [case for case in sample() if used(case)[feature] and case.parallel_size > 1]
+    with_it = [case for case in sample(DRAWN) if used(case)[feature] and case.parallel_size > 1]
     assert with_it
     for other in set(FEATURES) - {feature}:
         assert any(not used(case)[other] for case in with_it), f"never without {other}"
@@ -120,11 +107,11 @@ def sizes(case: ShardedOptimizerCase) -> tuple[int, int]:
     ],
 )
 def test_what_has_gone_wrong_elsewhere_is_drawn(wanted: Callable[[ShardedOptimizerCase], bool]) -> None:
-    assert any(wanted(case) for case in sample())
+    assert any(wanted(case) for case in sample(DRAWN))
 
 
 def test_shrinking_ends_at_the_plainest_case() -> None:
-    case = max(sample(), key=lambda c: (c.mesh.size, len(c.parameters), c.invalid is None))
+    case = max(sample(DRAWN), key=lambda c: (c.mesh.size, len(c.parameters), c.invalid is None))
     for _ in range(500):
         case = next(simpler(case, FULL), case)
     assert case.mesh.size == 1

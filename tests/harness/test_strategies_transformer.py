@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from functools import cache
 from random import Random
 
 import hypothesis
 import pytest
+from drawing import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,24 +77,9 @@ def test_what_a_scope_does_not_allow_is_never_drawn(scope: Scope, data: st.DataO
         assert simpler != case
 
 
-@cache
-def sample() -> tuple[TransformerCase, ...]:
-    """The same cases every time."""
-    drawn: list[TransformerCase] = []
-
-    @hypothesis.seed(0)
-    @hypothesis.settings(max_examples=1000, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
-    @given(CASES)
-    def collect(case: TransformerCase) -> None:
-        drawn.append(case)
-
-    collect()
-    return tuple(drawn)
-
-
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_is_drawn_without_each_other_and_with_every_dtype(feature: str) -> None:
-    with_it = [case for case in sample() if used(case)[feature] and case.parallel_size > 1]
+    with_it = [case for case in sample(CASES) if used(case)[feature] and case.parallel_size > 1]
     assert {case.dtype for case in with_it} == set(FORMATS)
     for other in set(FEATURES) - {feature}:
         assert any(not used(case)[other] for case in with_it), f"never without {other}"
@@ -117,21 +102,22 @@ def test_every_feature_is_drawn_without_each_other_and_with_every_dtype(feature:
         lambda c: c.recipes.input.kind == "spiky",
         lambda c: c.axis != "tp" and c.parallel_size > 1 and c.replicas > 1,
         lambda c: c.parallel_size == 8,
+        lambda c: c.rotary and c.leading[0][0] == 320 and c.dtype == "bf16",
     ],
     ids=lambda f: str(f.__code__.co_firstlineno),
 )
 def test_what_hides_faults_elsewhere_is_drawn(wanted: Wanted) -> None:
-    assert any(map(wanted, sample()))
+    assert any(map(wanted, sample(CASES)))
 
 
 def test_no_norm_is_of_so_few_features_that_it_gives_their_sign() -> None:
-    assert min(case.hidden for case in sample()) == 4
-    assert min(case.head_size for case in sample() if case.qk_norm) == 4
-    assert min(case.head_size for case in sample()) == 1
+    assert min(case.hidden for case in sample(CASES)) == 4
+    assert min(case.head_size for case in sample(CASES) if case.qk_norm) == 4
+    assert min(case.head_size for case in sample(CASES)) == 1
 
 
 def test_seeds_are_drawn_for_dropout_only() -> None:
-    assert all(case.seed == 0 for case in sample() if not case.dropout)
+    assert all(case.seed == 0 for case in sample(CASES) if not case.dropout)
 
 
 def test_the_plainest_case() -> None:

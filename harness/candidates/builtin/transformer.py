@@ -30,6 +30,7 @@ def transformer_layer(case: TransformerCase, groups: ProcessGroups) -> Sharded:
         forward=lambda x: layer(x, mask=next(masks)),
         parameters=parameters,
         finish=lambda: finish_gradients(layer),
+        masks=("probabilities", "o", "down"),
         **cuts,
     )
 
