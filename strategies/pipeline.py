@@ -184,12 +184,12 @@ def _invalid(draw: st.DrawFn, case: PipelineCase, scope: Scope) -> PipelineCase:
     if scope.has("pipeline_refuses"):
         kinds += ["no_micro_batches", "small_batch"]
     if scope.has("pipeline_refuses") and several:
-        kinds += ["chunks"]
+        kinds += ["chunks"] * 2
     if scope.has("pipeline_refuses_borders") and several:
         kinds += ["shape", "dtype"]
     if scope.has("pipeline_raises"):
-        kinds += ["raises"]
-    if not kinds or not one_in(draw, 12):
+        kinds += ["raises"] * 2
+    if not kinds or not one_in(draw, 8):
         return case
     kind = draw(st.sampled_from(kinds))
     sizes = {"no_micro_batches": (), "small_batch": (*case.sizes, 0)}.get(kind, case.sizes)
