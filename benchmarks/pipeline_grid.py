@@ -35,7 +35,7 @@ def main() -> None:
         many = range(1, args.micro_batches + 1)
         cases: list[Any] = [("1f1b", 1, m) for m in many]
         cases += [(kind, v, m) for kind in ("gpipe", "interleaved") for v in range(1, args.chunks + 1) for m in many]
-        with Pool(p) as pool:
+        with Pool(p, deadline=600) as pool:
             of_ranks: list[Any] = []
             for begin in range(0, len(cases), 16):
                 found = pool.run(f"{WHERE}:recorded", cases[begin : begin + 16]).values()

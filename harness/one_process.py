@@ -19,7 +19,7 @@ class OneProcess:
     def __init__(self, case: PipelineCase, given: Tensors, values: Tensors, replica: int) -> None:
         self.case, self.given, self.replica = case, given, replica
         self.stages = [build(case, given, values, number, Seen()) for number in range(case.stages)]
-        self._drawn: list[torch.Tensor] = []
+        self._drawn = [seeded(c).get_state() for c in range(case.parallel_size)]
 
     def step(self, step: int) -> Tensors:
         """The gradient of every parameter that trains after a step, by name."""
@@ -27,7 +27,6 @@ class OneProcess:
             for stage in self.stages:
                 stage.zero_grad(set_to_none=True)
         before = self._taken_aside()
-        self._drawn = [seeded(step, c).get_state() for c in range(self.case.parallel_size)]
         weights = token_weights(self.case, step)[self.replica].to(self.case.loss_format.torch_dtype)
         inputs = inputs_of(self.case, self.given, self.replica, step)
         for begin, end in zip(starts(self.case)[:-1], starts(self.case)[1:], strict=True):
@@ -80,9 +79,9 @@ class OneProcess:
             p.grad = total.clone() if earlier is None else total + earlier
 
 
-def seeded(step: int, coordinate: int) -> torch.Generator:
-    """The random numbers of a rank in a step."""
-    return torch.Generator().manual_seed(1000 * step + coordinate)
+def seeded(coordinate: int) -> torch.Generator:
+    """The random numbers of a rank, which go on from step to step."""
+    return torch.Generator().manual_seed(coordinate)
 
 
 def inputs_of(case: PipelineCase, given: Tensors, replica: int, step: int) -> list[torch.Tensor]:

@@ -102,8 +102,8 @@ class _Run:
                 else:
                     for held in self.held.values():
                         held.grad = None
-        if case.drops:
-            torch.set_rng_state(seeded(step, self.coordinate).get_state())
+        if case.drops and not step:
+            torch.set_rng_state(seeded(self.coordinate).get_state())
         inputs = inputs_of(case, self.given, self.replica, step)
         valid = valid_tokens(case, step)[self.replica]
         names = ["input", "ids"][: len(inputs)]

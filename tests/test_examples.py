@@ -70,15 +70,19 @@ def test_the_readme_shows_the_examples() -> None:
 
 
 def test_the_readme_names_commands_and_options_that_exist() -> None:
-    named = re.findall(r"shardproof (verify|replay|list|mesh|doctor)\b([^\n`]*)", README)
-    assert {command for command, _ in named} == {"verify", "replay", "list", "mesh", "doctor"} == set(main.commands)
+    named = re.findall(r"shardproof (verify|replay|list|mesh|schedule|doctor)\b([^\n`]*)", README)
+    assert (
+        {command for command, _ in named}
+        == {"verify", "replay", "list", "mesh", "schedule", "doctor"}
+        == set(main.commands)
+    )
     for command, rest in named:
         known = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= known, rest
-    verify = {option for p in main.commands["verify"].params if isinstance(p, click.Option) for option in p.opts}
+    both = [p for name in ("verify", "schedule") for p in main.commands[name].params if isinstance(p, click.Option)]
     options = re.findall(r"`(--[\w-]+)(?: \w+)?`", README)
     assert options
-    assert set(options) <= verify
+    assert set(options) <= {option for p in both for option in p.opts}
 
 
 def test_every_link_of_the_documents_leads_somewhere() -> None:

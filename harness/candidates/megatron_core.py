@@ -241,7 +241,8 @@ class MegatronCore(WithKnownFaults):
         return megatron_data_parallel.distributed(case, module, group, alone, self.known_fault)
 
     def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
-        return megatron_pipeline.pipeline(case, stages, self.group_along(case.axis), self.group_along("ep"))
+        group, alone = self.group_along(case.axis), self.group_along("ep")
+        return megatron_pipeline.pipeline(case, stages, group, alone, self.strict)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)

@@ -65,9 +65,14 @@ class _Model(nn.Module):
 
 
 def pipeline(
-    case: PipelineCase, stages: Sequence[StageModule], group: dist.ProcessGroup, alone: dist.ProcessGroup
+    case: PipelineCase,
+    stages: Sequence[StageModule],
+    group: dist.ProcessGroup,
+    alone: dist.ProcessGroup,
+    strict: bool,
 ) -> Pipeline:
-    """The stages in a schedule of Megatron-Core. alone: a group of this rank, for the axes that have no part in it."""
+    """The stages in a schedule of Megatron-Core. alone: a group of this rank, for the axes that have no part in it.
+    strict: with its default, batched messages, whose directions two ranks of an interleaved schedule mix up."""
     p, m = case.parallel_size, case.micro_batches
     if case.schedule == "interleaved" and p == 1:
         raise NotOffered("its interleaved schedule is for at least two ranks")
@@ -81,8 +86,8 @@ def pipeline(
         microbatch_group_size_per_vp_stage=p,
         pipeline_dtype=case.format.torch_dtype,
         variable_seq_lengths=len(set(case.sizes)) > 1 or len(set(case.widths)) > 1,
-        overlap_p2p_comm=case.chunks > 1,
-        batch_p2p_comm=case.chunks == 1,
+        overlap_p2p_comm=case.chunks > 1 and not strict,
+        batch_p2p_comm=case.chunks == 1 or strict,
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # of no use here, but the default wants fixed lengths
         use_cpu_initialization=True,

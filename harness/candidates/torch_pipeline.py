@@ -85,7 +85,7 @@ def pipeline(
     def step(inputs: Sequence[torch.Tensor], valid: torch.Tensor) -> torch.Tensor | None:
         divisor[0] = valid.sum().clamp(min=1) if case.loss == "token_mean" else torch.ones((), dtype=torch.int64)
         losses: list[torch.Tensor] = []
-        schedule.step(*(inputs if first else ()), target=valid if last else None, losses=losses, return_outputs=False)
+        schedule.step(*(inputs if first else ()), target=valid if last else None, losses=losses)
         return torch.stack(losses).sum() if last else None
 
     return Pipeline(step)

@@ -17,8 +17,9 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 def judge_reductions(case: DataParallelCase, needed: Sequence[Transfer], observed: World) -> Iterator[Finding]:
     """One finding for each way in which the reductions are not what they should be. Collectives of whole numbers, of
-    the forward and of the loss are the candidate's own business, but for their order. A candidate that declares its
-    transfers of a micro-batch is held to their number and sizes too."""
+    the forward and of the loss are the candidate's own business, but for their order; and so is in how many pieces
+    gradients go. A candidate that declares other transfers may reduce over parts of the group too, in several steps;
+    one that declares several for a micro-batch is held to their number and sizes."""
     if any(seen.sent is None for seen in observed):
         return
     order = orders_differ(case.mesh, observed)
@@ -35,17 +36,18 @@ def judge_reductions(case: DataParallelCase, needed: Sequence[Transfer], observe
 def _of_rank(
     case: DataParallelCase, rank: int, due: Sequence[Transfer], needed: Sequence[Transfer], sent: Sequence[Sent]
 ) -> Iterator[Finding]:
-    place, group = case.mesh.describe(rank), tuple(sorted(case.mesh.group_of(rank, case.axis)))
-    reductions = [one for one in sent if _reduces(one)]
+    place, group = case.mesh.describe(rank), {int(other) for other in case.mesh.group_of(rank, case.axis)}
+    reductions, declared = [one for one in sent if _reduces(one)], tuple(due) != tuple(needed)
     for one in reductions:
-        if tuple(sorted(one.collective.group)) != group:
-            message = f"{_when(case, one.micro_batch)}: {one.collective.describe()}; expected the group {list(group)}"
+        over = set(one.collective.group)
+        if over != group and not (declared and over < group):
+            what = f"{one.collective.describe()}; expected the group {sorted(group)}"
+            message = f"{_when(case, one.micro_batch)}: {what}"
             yield Finding("traffic", f"gradients are reduced over another group {message}", rank, place)
             return
     for k in range(case.steps * case.micro_batches):
         found = [one.collective for one in reductions if one.micro_batch == k]
-        asked = [one for one in due if one.micro_batch == k]
-        declared = asked != [one for one in needed if one.micro_batch == k]
+        asked = [one for one in due if one.micro_batch == k and one.operation in _REDUCTIONS]
         wrong = {one.dtype for one in found} - {one.dtype for one in asked}
         if found and asked and wrong:
             formats = ", ".join(sorted(map(str, wrong)))
@@ -53,10 +55,13 @@ def _of_rank(
             yield Finding("traffic", message, rank, place)
             return
         total, due_total = sum(one.elements for one in found), sum(one.elements for one in asked)
-        if not sum(one.least if one.least is not None else one.elements for one in asked) <= total <= due_total:
+        # A reduce-scatter gives every rank as much: what it is given may be padded for that.
+        padding = sum(len(one.group) - 1 for one in found if FORMS.get(one.operation) == "reduce_scatter")
+        most = due_total + (0 if declared else padding)
+        if not sum(one.least if one.least is not None else one.elements for one in asked) <= total <= most:
             yield Finding("traffic", _amount(case, k, total, due_total), rank, place, details=_listed(found))
             return
-        if declared and Counter(one.elements for one in found) != Counter(one.elements for one in asked):
+        if len(asked) > 1 and Counter(one.elements for one in found) != Counter(one.elements for one in asked):
             message = f"gradients are reduced {_when(case, k)} in {len(found)} pieces of other sizes than declared"
             yield Finding("traffic", message, rank, place, details=_listed(found))
             return

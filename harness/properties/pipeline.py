@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import strategies.pipeline
+import strategies.pipeline_simpler
 from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
@@ -107,7 +108,11 @@ def _cuts(case: PipelineCase) -> dict[str, Layout]:
 
 
 def _copies_differ(case: PipelineCase, seen: World) -> Iterator[Finding]:
-    """All copies of a tied weight must have the same bits, or they drift apart."""
+    """All copies of a tied weight must have the same bits, or they drift apart. A sharded optimizer adds the gradients
+    of more than two pipelines in an order that depends on where a copy lies in its buffer: then only where nothing
+    rounds."""
+    if case.update == "sharded" and case.replicas > 2 and not exact(case):
+        return
     copies = [block.copy for block in tied(case)]
     for step in range(case.steps):
         ending = f"[{step}]" if case.update == "sharded" else f"[{step}].grad"
@@ -197,7 +202,7 @@ PIPELINE = Property(
     methods=("pipeline",),
     features=strategies.pipeline.FEATURES,
     cases=strategies.pipeline.cases,
-    simpler=strategies.pipeline.simpler,
+    simpler=strategies.pipeline_simpler.simpler,
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.pipeline:on_rank",
     expected=lambda case: {} if _nothing(case) else _expected(case),

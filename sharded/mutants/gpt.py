@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from sharded import gpt_parallel, gpt_stages, norms, pipeline_tied
 from sharded.gpt_parallel import ParallelGPT
 from sharded.gpt_stages import GPTLoss
-from sharded.mutants import Mutant, Patch, pipeline
+from sharded.mutants import Mutant, Patch, pipeline_gradients
 from sharded.norms import Norm
 from sharded.parallel_linear import PartOptions
 from sharded.positions import Positions
@@ -82,7 +82,7 @@ def _tied_among_others() -> list[Patch]:
 
 def _tied_summed_in_shards() -> list[Patch]:
     """Where the copies are cut alike, the order would not matter: an owner has the same elements of both."""
-    return [*pipeline.summed_after_the_reduction(), *_tied_among_others()]
+    return [*pipeline_gradients.summed_after_the_reduction(), *_tied_among_others()]
 
 
 MUTANTS = (

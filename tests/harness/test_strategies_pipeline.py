@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 
-import hypothesis
 import pytest
+from drawing import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,8 @@ from reference.dtypes import FORMATS
 from reference.mesh import AXES
 from reference.pipeline import PipelineCase
 from reference.pipeline_stages import blocks_of, exact, tied, valid_tokens
-from strategies.pipeline import FEATURES, needs, simpler, within
+from strategies.pipeline import FEATURES
+from strategies.pipeline_simpler import needs, simpler, within
 from strategies.scope import Scope
 
 FULL = Scope(max_world=8, features=frozenset(FEATURES))
@@ -55,24 +55,12 @@ def test_what_a_scope_does_not_allow_is_never_drawn(scope: Scope, data: st.DataO
         assert one != case
 
 
-@cache
-def sample() -> tuple[PipelineCase, ...]:
-    """The same cases every time."""
-    drawn: list[PipelineCase] = []
-
-    @hypothesis.seed(0)
-    @hypothesis.settings(max_examples=500, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
-    @given(strategies.pipeline.cases(FULL))
-    def collect(case: PipelineCase) -> None:
-        drawn.append(case)
-
-    collect()
-    return tuple(drawn)
+DRAWN = strategies.pipeline.cases(FULL)
 
 
 @pytest.mark.parametrize("feature", sorted(set(FEATURES) - {"pipeline_any_axis", "pipeline_same_bits"}))
 def test_every_feature_is_drawn_on_several_ranks(feature: str) -> None:
-    assert any(needs(case)[feature] and case.parallel_size > 1 for case in sample())
+    assert any(needs(case)[feature] and case.parallel_size > 1 for case in sample(DRAWN, 500))
 
 
 def no_valid_token_in_some(case: PipelineCase) -> bool:
@@ -101,16 +89,16 @@ def no_valid_token_in_some(case: PipelineCase) -> bool:
     ],
 )
 def test_what_is_hard_is_drawn(wanted: Callable[[PipelineCase], bool]) -> None:
-    assert any(wanted(case) for case in sample() if case.invalid is None)
+    assert any(wanted(case) for case in sample(DRAWN, 500) if case.invalid is None)
 
 
 @pytest.mark.parametrize("kind", ["no_micro_batches", "small_batch", "chunks", "shape", "dtype", "raises"])
 def test_every_invalid_case_is_drawn(kind: str) -> None:
-    assert any(case.invalid == kind for case in sample())
+    assert any(case.invalid == kind for case in sample(DRAWN, 500))
 
 
 def test_simpler_cases_lead_to_the_plainest() -> None:
-    for case in sample()[:40]:
+    for case in sample(DRAWN, 500)[:40]:
         if case.invalid is not None:
             continue
         for _ in range(200):

@@ -131,6 +131,26 @@ def test_the_wrapper_of_the_documentation_holds(changes: dict[str, Any]) -> None
     assert verdict.holds, said(verdict)
 
 
+@pytest.mark.parametrize(
+    ("candidate", "changes"),
+    [
+        ("WiderWire", {"dtype": "bf16"}),
+        ("PaddedReduceScatter", {"micro_batches": 1, "features": 3}),
+        ("DeclaredReduceScatter", {"micro_batches": 1, "features": 3}),
+        ("InTwoSteps", {"micro_batches": 1, "mesh": Mesh.of(dp=4)}),
+    ],
+)
+def test_right_ways_to_reduce_hold(candidate: str, changes: dict[str, Any]) -> None:
+    verdict = verdict_of(candidate, dataclasses.replace(PLAIN, **changes))
+    assert verdict.holds, said(verdict)
+
+
+def test_parts_of_the_group_must_be_declared() -> None:
+    case = dataclasses.replace(PLAIN, micro_batches=1, mesh=Mesh.of(dp=4))
+    words = "traffic: gradients are reduced over another group in step 0, micro-batch 0: all_reduce on group [0, 1]"
+    assert words in said(verdict_of("InTwoStepsUndeclared", case))
+
+
 def test_what_is_no_layout_is_refused() -> None:
     with pytest.raises(TypeError, match="is not a layout"):
         DataParallel(lambda x: x, layout="dp")  # type: ignore[arg-type, return-value]

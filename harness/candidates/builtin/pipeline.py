@@ -21,12 +21,6 @@ _SCHEDULES: dict[str, ScheduleKind] = {"gpipe": "gpipe", "1f1b": "1f1b", "interl
 
 
 def pipeline(case: PipelineCase, stages: Sequence[StageModule], groups: ProcessGroups) -> Pipeline:
-    update = None
-    if case.update == "sharded":
-        named = [(f"{stage.number}.{name}", p) for stage in stages for name, p in stage.named().items()]
-        if any(p.requires_grad for _, p in named):
-            group = groups.group(*case.replica_axes)
-            update = ShardedOptimizer(named, group, SGD(lr=1.0), reduction="sum").step
     # Shapes of a border are declared here, and otherwise in the messages, so that both ways are used.
     declares = case.invalid in ("shape", "dtype") or case.ids
     engine = Engine(
@@ -36,9 +30,12 @@ def pipeline(case: PipelineCase, stages: Sequence[StageModule], groups: ProcessG
         schedule=_SCHEDULES[case.schedule],
         recompute=case.recompute,
         tied={"tied": [(stage.number, stage.tied) for stage in stages if stage.tied is not None]},
-        reduce=update,
         borders=[Declared(stage.takes, stage.gives) for stage in stages] if declares else None,
     )
+    named = [(f"{stage.number}.{name}", p) for stage in stages for name, p in stage.named().items()]
+    if case.update == "sharded" and any(p.requires_grad for _, p in named):
+        optimizer = ShardedOptimizer(named, groups.group(*case.replica_axes), SGD(lr=1.0), reduction="sum")
+        engine.reduce = optimizer.step  # made after the engine has agreed with all ranks of the pipeline
 
     def step(inputs: Sequence[torch.Tensor], valid: torch.Tensor) -> torch.Tensor | None:
         sizes = list(case.sizes)

@@ -50,6 +50,84 @@ class Simple(Candidate):
         return DataParallel(module, finish=finish)
 
 
+class WiderWire(Simple):
+    """Reduces every parameter in fp32 at least, and declares the total."""
+
+    def traffic(self, case: Any, needed: Any) -> Any:
+        return [dataclasses.replace(one, dtype="float32") if case.kept.precision < 24 else one for one in needed]
+
+    def data_parallel(self, case: Any, module: nn.Module) -> DataParallel:
+        def finish() -> None:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    wide = found.to(torch.promote_types(found.dtype, torch.float32)) / case.parallel_size
+                    dist.all_reduce(wide, group=self.group)
+                    parameter.grad = wide.to(parameter.dtype)
+
+        return DataParallel(module, finish=finish)
+
+
+class PaddedReduceScatter(Candidate):
+    """A reduce-scatter of equal pieces and an all-gather for each parameter; declared, or not."""
+
+    declared = False
+
+    def open(self, mesh: Any) -> None:
+        self.group = new_group(mesh, "dp")
+
+    def data_parallel(self, case: Any, module: nn.Module) -> DataParallel:
+        def finish() -> None:
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                grad, n = parameter.grad / case.parallel_size, case.parallel_size
+                whole = torch.cat([grad.flatten(), grad.new_zeros(-grad.numel() % n)])
+                own = whole.new_empty(len(whole) // n)
+                dist.reduce_scatter_tensor(own, whole, group=self.group)
+                dist.all_gather_into_tensor(whole, own, group=self.group)
+                parameter.grad = whole[: grad.numel()].view(grad.shape).clone()
+
+        return DataParallel(module, finish=finish)
+
+
+class DeclaredReduceScatter(PaddedReduceScatter):
+    def traffic(self, case: Any, needed: Any) -> Any:
+        made = []
+        for one in needed:
+            reduced = dataclasses.replace(
+                one, operation="reduce_scatter", elements=one.elements + 4, least=one.elements
+            )
+            made += [reduced, dataclasses.replace(one, operation="all_gather")]
+        return made
+
+
+class InTwoSteps(Candidate):
+    """All-reduces over pairs of neighbours, then over those with the same place in their pair: twice the elements."""
+
+    def open(self, mesh: Any) -> None:
+        pairs = [[dist.new_group(ranks) for ranks in ([0, 1], [2, 3])], [dist.new_group(r) for r in ([0, 2], [1, 3])]]
+        rank = dist.get_rank()
+        self.steps = [pairs[0][rank // 2], pairs[1][rank % 2]]
+
+    def traffic(self, case: Any, needed: Any) -> Any:
+        return [dataclasses.replace(one, elements=2 * one.elements) for one in needed]
+
+    def data_parallel(self, case: Any, module: nn.Module) -> DataParallel:
+        def finish() -> None:
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(case.parallel_size)
+                for group in self.steps:
+                    dist.all_reduce(parameter.grad, group=group)
+
+        return DataParallel(module, finish=finish)
+
+
+class InTwoStepsUndeclared(InTwoSteps):
+    def traffic(self, case: Any, needed: Any) -> Any:
+        return needed
+
+
 class _Changed(Builtin):
     def data_parallel(self, case: Any, module: nn.Module) -> DataParallel:
         made = super().data_parallel(case, module)
