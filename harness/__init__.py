@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
+from harness.gpt import Gpt
+from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from reference.layout import Each, Partial, Split, Whole
@@ -22,10 +24,12 @@ __all__ = [
     "Candidate",
     "DataParallel",
     "Each",
+    "Gpt",
     "Mesh",
     "NotOffered",
     "PartOf",
     "Partial",
+    "Pipeline",
     "PipelineSchedule",
     "Sharded",
     "ShardedOptimizer",

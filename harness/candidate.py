@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from harness.data_parallel import DataParallel
+    from harness.gpt import Gpt
+    from harness.pipeline import Pipeline
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
+    from harness.stages import StageModule
     from reference.all_reduce import AllReduceCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
+    from reference.gpt import GptCase
     from reference.linear import LinearCase
+    from reference.pipeline import PipelineCase
     from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
@@ -210,6 +215,17 @@ class Candidate:
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
         """Subject data_parallel: wraps a module that is alike on all ranks along ``case.axis``. The harness made it,
         and drives forward, the loss and backward: ``DataParallel(wrapped)``."""
+        raise NotImplementedError
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        """Subject pipeline: runs the stages of this rank along ``case.axis``, one for each chunk, in micro-batches of
+        ``case.sizes`` samples: ``Pipeline(step)``. The harness made the stages; see `harness.stages.StageModule` for
+        what they are called with and say of themselves."""
+        raise NotImplementedError
+
+    def gpt(self, case: GptCase) -> Gpt:
+        """Subject gpt: this rank's part of a GPT over the axes tp, pp and dp, and a whole step of it:
+        ``Gpt(step, parameters, layouts)``."""
         raise NotImplementedError
 
     def sharded_optimizer(

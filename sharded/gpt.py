@@ -16,22 +16,16 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-from torch import nn
 
 from sharded.attention_core import Mask
 from sharded.cross_entropy import Reduction, vocab_parallel_cross_entropy
 from sharded.embedding import VocabParallelEmbedding
-from sharded.initialization import derived_seed
-from sharded.linear import ColumnParallelLinear
-from sharded.norms import norm
-from sharded.parallel_linear import PartOptions
-from sharded.positions import Positions
-from sharded.process_groups import default_group
-from sharded.random import RandomTracker, Stream, dropout
-from sharded.transformer import LayerOptions, TransformerLayer
+from sharded.gpt_stages import GPTStage
+from sharded.random import RandomTracker
+from sharded.transformer import LayerOptions
 
 
-class GPT(nn.Module):
+class GPT(GPTStage):
     """Parts embedding, positions (None where not built), layers, norm and output.
 
     vocabulary, hidden, heads, ffn, layers: V, H, and of each `TransformerLayer`.
@@ -44,7 +38,7 @@ class GPT(nn.Module):
     After the last backward, `sharded.transformer.finish_gradients` completes the gradients.
     """
 
-    positions: Positions | None
+    embedding: VocabParallelEmbedding
 
     def __init__(
         self,
@@ -61,33 +55,20 @@ class GPT(nn.Module):
         seed: int = 0,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        group = options["group"] = options.get("group") or default_group()
-        self.group, self.vocabulary, self.tied = group, vocabulary, tied
-        self.sequence_parallel = options.get("sequence_parallel", False)
-        self.hidden_dropout = options.get("hidden_dropout", 0.0)
-        self.tracker = RandomTracker(derived_seed(seed, "dropout"), group) if tracker is None else tracker
-        own: PartOptions = {
-            "group": group,
-            "sequence_parallel": self.sequence_parallel,
-            "main_grad": options.get("main_grad", False),
-            "dtype": options.get("dtype"),
-            "device": options.get("device"),
-            "init": options.get("init", "full"),
-        }
-        self.embedding = VocabParallelEmbedding(
-            vocabulary, hidden, divisible_by=divisible_by, seed=derived_seed(seed, "embedding"), **own
-        )
-        self.positions = (
-            None if positions is None else Positions(positions, hidden, seed=derived_seed(seed, "positions"), **own)
-        )
-        self.layers = nn.ModuleList(
-            TransformerLayer(hidden, heads, ffn, tracker=self.tracker, seed=derived_seed(seed, "layer", i), **options)
-            for i in range(layers)
-        )
-        self.norm = norm(options.get("norm", "layer"), hidden, own, sequence_parallel=self.sequence_parallel)
-        self.output = ColumnParallelLinear(
-            hidden, self.embedding.rows, bias=False, build_weight=not tied, seed=derived_seed(seed, "output"), **own
+        super().__init__(
+            vocabulary,
+            hidden,
+            heads,
+            ffn,
+            range(layers),
+            first=True,
+            last=True,
+            tied=tied,
+            positions=positions,
+            divisible_by=divisible_by,
+            tracker=tracker,
+            seed=seed,
+            **options,
         )
 
     def forward(
@@ -100,14 +81,7 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """mask: as in TransformerLayer. reduction: as in vocab_parallel_cross_entropy."""
         self._require_ids(ids)
-        x = self.embedding(ids)
-        if self.positions is not None:
-            x = self.positions(x, ids.shape[0])
-        stream: Stream = "sharded" if self.sequence_parallel else "replicated"
-        x = dropout(x, self.hidden_dropout if self.training else 0.0, self.tracker, stream)
-        for layer in self.layers:
-            x = layer(x, mask=mask, sequence_length=ids.shape[0])
-        logits: torch.Tensor = self.output(self.norm(x), self.embedding.weight if self.tied else None)
+        logits = self.logits(self.through(self.embed(ids), mask=mask))
         if targets is None:
             return logits
         return vocab_parallel_cross_entropy(

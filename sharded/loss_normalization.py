@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 Kind = Literal["token_mean", "sample_mean", "sum"]
 
 
-def divisor(valid: Sequence[torch.Tensor], kind: Kind, group: ProcessGroup) -> torch.Tensor:
+def divisor(valid: Sequence[torch.Tensor], kind: Kind, group: ProcessGroup | None) -> torch.Tensor:
     """By what the loss of the batch is divided, an int64 scalar, alike on all ranks: its valid tokens, the samples that
     have one, or 1. valid: the masks of all of this rank's micro-batches, bool [samples, tokens].
 
@@ -34,10 +34,10 @@ def divisor(valid: Sequence[torch.Tensor], kind: Kind, group: ProcessGroup) -> t
     return over_ranks(torch.stack(counted).sum(), group)
 
 
-def over_ranks(count: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def over_ranks(count: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """The sum over the group, of count's shape."""
     total = count.clone()
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(total, group=group)
     return total
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 
 def row_bias(partial=0.0, bias=193.0, dtype=torch.bfloat16):
@@ -222,6 +223,91 @@ def overlapped_in_other_orders():
         sum(module[i] * (1, 10)[i] * (1 + rank) for i in order).backward()
         wrapped.finish_grad_sync()
     return [weight.main_grad.item() for weight in module]
+
+
+def zero_bubble_of_linear_layers():
+    """Three stages on one rank, each a linear layer with a bias, and inputs of three dimensions."""
+    stages = [PipelineStage(nn.Linear(2, 2), number, 3, torch.device("cpu")) for number in range(3)]
+    schedule = ScheduleInterleavedZeroBubble(stages, 1, loss_fn=lambda y, target: y.sum())
+    schedule.step(torch.ones(1, 1, 2), target=torch.ones(1))
+
+
+class Two(nn.Module):
+    """A stage that gives two tensors, or adds the sum of the second to the first: its gradient is an expanded one."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.linear = nn.Linear(2, 2, bias=False)
+        self.first = first
+
+    def forward(self, x, extra=None):
+        x = self.linear(x)
+        return (x, 2 * x) if self.first else x + extra.sum(-1, keepdim=True)
+
+
+def expanded_gradient(schedule="ScheduleGPipe"):
+    """One micro-batch through two stages, the second of which makes use of a tensor by its sum."""
+    rank = dist.get_rank()
+    stage = PipelineStage(Two(rank == 0), rank, 2, torch.device("cpu"))
+    kind = getattr(torch.distributed.pipelining, schedule)
+    run = kind(stage if schedule == "ScheduleGPipe" else [stage], 1, loss_fn=lambda y, target: y.sum())
+    run.step(torch.ones(1, 2)) if rank == 0 else run.step(target=torch.ones(1))
+
+
+def interleaved_on_two_ranks(overlap=False):
+    """Four micro-batches, 1 to 4, which the four stages multiply by 2, 3, 5 and 7: the gradients of a rank's factors,
+    (1 + 2 + 3 + 4) 210 divided by each of them."""
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    class Times(nn.Module):
+        def __init__(self, factor, first):
+            super().__init__()
+            self.factor, self.first, self.x = nn.Parameter(torch.tensor(float(factor))), first, None
+            self.config, self.model_type = config, ModelType.encoder_or_decoder
+
+        def set_input_tensor(self, received):
+            self.x = received[0]
+
+        def forward(self, given):
+            return (given if self.first else self.x) * self.factor
+
+    def step(batches, model):
+        y = model(next(batches))
+        return y, lambda out: (out.sum(), torch.tensor(1), out.item())
+
+    if not torch.cuda.is_available():
+        torch.cuda.current_device, torch.cuda.synchronize = lambda: torch.device("cpu"), lambda: None
+    chunks = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(**chunks)
+    overlapped = {"overlap_p2p_comm": overlap, "batch_p2p_comm": not overlap}
+    config = megatron_config(num_layers=4, pipeline_dtype=torch.float32, **chunks, **overlapped)
+    config.hidden_size, config.calculate_per_token_loss = 1, True
+    rank = dist.get_rank()
+    models = [Times((2, 3, 5, 7)[2 * chunk + rank], first=chunk == rank == 0) for chunk in range(2)]
+    batches = [iter([torch.full((1, 1, 1), k) for k in (1.0, 2.0, 3.0, 4.0)]) for _ in models]
+    with OnCpu():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=batches,
+            model=models,
+            num_microbatches=4,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+    return [model.factor.grad.item() for model in models]
+
+
+class OnCpu(TorchFunctionMode):
+    """Where there is no GPU, what is made on one is made on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda" and not torch.cuda.is_available():
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from harness.properties import property_of
 from harness.world import Outcome, Pool, Raised, RankContext
 from reference.cross_entropy import CrossEntropyCase
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
 
 NOTE = Path(__file__).parent.parent / "docs" / "findings.md"
 REPRODUCERS = [read(line) for line in re.findall(r"^shardproof replay '(.*)'$", NOTE.read_text("utf-8"), re.MULTILINE)]
@@ -144,8 +145,12 @@ def test_the_case_of_a_note_fails_when_it_runs_and_is_refused_or_mended_otherwis
     assert (verdict.rejected or "").startswith("known fault: ") or found.case in MENDED
 
 
-#: Of fp32 logits, the adapter hands over a copy.
-MENDED = [CrossEntropyCase(Mesh.of(tp=1), 2, ((1, 1),))]
+#: Of fp32 logits, the adapter hands over a copy; it says what shapes cross a border; it overlaps messages.
+MENDED = [
+    CrossEntropyCase(Mesh.of(tp=1), 2, ((1, 1),)),
+    PipelineCase(Mesh.of(pp=2), widths=(2,), sizes=(1, 1), skip="every"),
+    PipelineCase(Mesh.of(pp=2), schedule="interleaved", chunks=2, sizes=(1, 1, 1, 1)),
+]
 
 
 def test_the_note_shows_the_code_that_is_run() -> None:
@@ -154,7 +159,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 17
+    assert len(REPRODUCERS) == 21
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])
@@ -167,3 +172,23 @@ def test_megatron_mixes_the_gradients_of_ranks_in_other_orders() -> None:
     """10 + 2 and 1 + 20, where 1 + 2 and 10 + 20 are due."""
     pytest.importorskip("megatron.core")
     assert outcome(2, "overlapped_in_other_orders").values() == [[21.0, 12.0], [12.0, 21.0]]
+
+
+def test_torch_cannot_detach_the_output_of_a_linear_layer_in_its_zero_bubble() -> None:
+    (ending,) = outcome(1, "zero_bubble_of_linear_layers").ranks
+    assert isinstance(ending, Raised), ending
+    assert "Can't detach views in-place" in ending.traceback
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleavedZeroBubble"])
+def test_torch_does_not_move_an_expanded_gradient_across_a_border(schedule: str) -> None:
+    raised = [ending for ending in outcome(2, "expanded_gradient", schedule).ranks if isinstance(ending, Raised)]
+    assert any("input tensor has to be contiguous" in ending.message for ending in raised), raised
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_mixes_what_two_ranks_send_each_other(overlap: bool) -> None:
+    """2100 divided by the factors 2 and 5 of rank 0, 3 and 7 of rank 1."""
+    pytest.importorskip("megatron.core")
+    found = outcome(2, "interleaved_on_two_ranks", overlap).values()
+    assert (found == [[1050.0, 420.0], [700.0, 300.0]]) == overlap, found

@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates import megatron_core_transformer as transformer
-from harness.candidates import megatron_data_parallel
+from harness.candidates import megatron_data_parallel, megatron_pipeline
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
 from harness.data_parallel import DataParallel
+from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
+from harness.stages import StageModule
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.data_parallel import DataParallelCase
@@ -34,6 +36,7 @@ from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.traffic import Transfer
 from reference.transformer import TransformerCase
@@ -82,6 +85,7 @@ class MegatronCore(WithKnownFaults):
         *transformer.FEATURES,
         *megatron_data_parallel.FEATURES,
         *schedules.FEATURES,
+        *megatron_pipeline.FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -235,6 +239,10 @@ class MegatronCore(WithKnownFaults):
     def data_parallel(self, case: DataParallelCase, module: torch.nn.Module) -> DataParallel:
         group, alone = self.group_along(case.axis), self.group_along("ep")
         return megatron_data_parallel.distributed(case, module, group, alone, self.known_fault)
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        group, alone = self.group_along(case.axis), self.group_along("ep")
+        return megatron_pipeline.pipeline(case, stages, group, alone, self.strict)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)

@@ -28,11 +28,15 @@ from harness.candidates import torch_schedules as schedules
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
+from harness.candidates.torch_pipeline import PIPELINE_FEATURES
+from harness.candidates.torch_pipeline import pipeline as torch_pipeline
 from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
+from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
+from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
@@ -42,6 +46,7 @@ from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
@@ -85,6 +90,7 @@ class TorchNative(WithKnownFaults):
         *transformer.FEATURES,
         *DDP_FEATURES,
         *ZERO_FEATURES,
+        *PIPELINE_FEATURES,
         *schedules.FEATURES,
     )
     uneven = "chunk"
@@ -223,6 +229,9 @@ class TorchNative(WithKnownFaults):
 
     def data_parallel(self, case: DataParallelCase, module: nn.Module) -> DataParallel:
         return distributed(case, module, self.device_mesh.get_group(case.axis))
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        return torch_pipeline(case, stages, self.device_mesh.get_group(case.axis), self.strict, self.known_fault)
 
     def sharded_optimizer(self, case: ShardedOptimizerCase, parameters: Mapping[str, nn.Parameter]) -> ShardedOptimizer:
         return zero_redundancy(case, parameters, self.device_mesh.get_group(case.axis))

@@ -11,8 +11,10 @@ from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
+from harness.properties.gpt import GPT
 from harness.properties.linear import LINEAR
 from harness.properties.mesh import MESH
+from harness.properties.pipeline import PIPELINE
 from harness.properties.schedule import SCHEDULE
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.transformer import TRANSFORMER
@@ -29,6 +31,8 @@ PROPERTIES: Mapping[str, Property] = {
         TRANSFORMER,
         DATA_PARALLEL,
         SHARDED_OPTIMIZER,
+        PIPELINE,
+        GPT,
         SCHEDULE,
     )
 }

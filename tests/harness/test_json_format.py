@@ -22,6 +22,7 @@ from reference.data_parallel import DataParallelRecipes, Layer
 from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
+from reference.pipeline import Block, PipelineRecipes
 from reference.recipe import KINDS, Recipe
 from reference.sharded_optimizer import Parameter, ShardedOptimizerRecipes
 from reference.transformer import TransformerRecipes
@@ -70,6 +71,7 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
     [
         *((f"A case of {p.subject}", p.case_type) for p in PROPERTIES.values()),
         ("A layer", Layer),
+        ("A block", Block),
         ("A parameter", Parameter),
         ("A recipe", Recipe),
         ("Ids", Ids),
@@ -95,6 +97,7 @@ def test_the_names_that_recipes_have() -> None:
         ("transformer", TransformerRecipes),
         ("data_parallel", DataParallelRecipes),
         ("sharded_optimizer", ShardedOptimizerRecipes),
+        ("pipeline", PipelineRecipes),
     ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]

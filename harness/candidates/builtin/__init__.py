@@ -13,22 +13,29 @@ import strategies.collectives
 import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
+import strategies.gpt
 import strategies.linear
+import strategies.pipeline
 import strategies.schedule
 import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, layers, reductions, sharded_optimizer, transformer
+from harness.candidates.builtin import data_parallel, gpt, layers, pipeline, reductions, sharded_optimizer, transformer
 from harness.data_parallel import DataParallel
+from harness.gpt import Gpt
+from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
+from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
+from reference.gpt import GptCase
 from reference.linear import LinearCase
 from reference.mesh import Mesh
+from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
@@ -38,7 +45,14 @@ from sharded import pipeline_schedules
 from sharded.process_groups import ProcessGroups, set_default
 
 #: Features of libraries only.
-_NOT_OURS = ("all_reduce_library", "schedule_interleaved_zero_bubble", "schedule_zbv", "schedule_dualpipev")
+_NOT_OURS = (
+    "all_reduce_library",
+    "schedule_interleaved_zero_bubble",
+    "schedule_zbv",
+    "schedule_dualpipev",
+    "pipeline_interleaved_zero_bubble",
+    "pipeline_zbv",
+)
 
 
 def mutants() -> Iterable[Any]:
@@ -64,6 +78,8 @@ class Builtin(Candidate):
             strategies.transformer,
             strategies.data_parallel,
             strategies.sharded_optimizer,
+            strategies.pipeline,
+            strategies.gpt,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -140,6 +156,12 @@ class Builtin(Candidate):
         self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
     ) -> ShardedOptimizer:
         return sharded_optimizer.sharded_optimizer(case, parameters, self.groups)
+
+    def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
+        return pipeline.pipeline(case, stages, self.groups)
+
+    def gpt(self, case: GptCase) -> Gpt:
+        return gpt.gpt(case, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind
