@@ -82,7 +82,13 @@ def _tied_among_others() -> list[Patch]:
 
 def _tied_summed_in_shards() -> list[Patch]:
     """Where the copies are cut alike, the order would not matter: an owner has the same elements of both."""
-    return [*pipeline_gradients.summed_after_the_reduction(), *_tied_among_others()]
+
+    def from_the_end(self: ParallelGPT, named: Sequence[Any]) -> list[list[Any]]:
+        """The last stage has the copy at the other end of its buffer."""
+        last = any(stage.last for stage in self.stages)
+        return [list(named)[::-1] if last else list(named)] if named else []
+
+    return [*pipeline_gradients.summed_after_the_reduction(), (ParallelGPT, "_apart", from_the_end)]
 
 
 MUTANTS = (
