@@ -71,7 +71,7 @@ class _Suspected:
         """Means over other sets than the whole batch, as factors of each micro-batch's part, [N, D, M]."""
         case, valid = self.case, valid_tokens(self.case).sum(-1)
         D, M = case.data_parallel_size, case.micro_batches
-        of_unit = torch.stack([one.sum(-1) for one in valid.split(list(case.sizes), -1)], -1).to(torch.float64)
+        of_unit = torch.stack([one.sum(-1) for one in torch.split(valid, list(case.sizes), -1)], -1).to(torch.float64)
         right = of_unit.sum((1, 2), keepdim=True).clamp(min=1)
         own, of_rank = of_unit.clamp(min=1), of_unit.sum(2, keepdim=True).clamp(min=1)
         means = "is the mean of the micro-batches' means, and not the mean over all tokens"
