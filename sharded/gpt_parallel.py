@@ -5,7 +5,7 @@ embedding are summed over the pipeline; what is partial is summed over the tenso
 data-parallel ranks' gradients are, into all of them or into the shards of an optimizer.
 
 Collectives beyond those of the stages: for each dtype one all-reduce of all gradients over the data-parallel group,
-and one for each copy of a tied weight; or those of the optimizers, likewise apart.
+and one for each weight over the vocabulary; or those of the optimizers, likewise apart.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ParallelGPT:
             tied={"embedding": copies} if tied and count > 1 else None,
             reduce=self._complete,
         )
-        self._tied = [p for _, p in copies] if tied and count > 1 else []
+        self._alone = [p for stage in self.stages for p in vocabulary_weights(stage)]
         placed = zip(self.numbers, self.stages, strict=True)
         named = [(f"{number}.{name}", p) for number, stage in placed for name, p in stage.named_parameters()]
         self._optimizes = optimizer is not None
@@ -145,12 +145,19 @@ class ParallelGPT:
             sum_over_ranks([p for _, p in some], self.data)
 
     def _apart(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-        """Each copy of a tied weight by itself, then the others together. In one buffer an element's place decides in
-        which order a collective adds its parts, and the copies, in other places, would get other bits and drift
-        apart."""
-        alone = [[(name, p)] for name, p in named if any(p is copy for copy in self._tied)]
-        rest = [(name, p) for name, p in named if not any(p is copy for copy in self._tied)]
+        """Each weight over the vocabulary by itself, then the others together. In one buffer an element's place, and
+        the buffer's length, decide in which order a collective adds its parts. Copies of a tied weight, in other
+        places, would get other bits and drift apart; and so would what all tensor-parallel ranks hold, beside weights
+        of which they hold different numbers of rows."""
+        alone = [[(name, p)] for name, p in named if any(p is weight for weight in self._alone)]
+        rest = [(name, p) for name, p in named if not any(p is weight for weight in self._alone)]
         return [*alone, rest] if rest else alone
+
+
+def vocabulary_weights(stage: GPTStage) -> list[nn.Parameter]:
+    """Those that a stage has: of the embedding, and of an output of its own."""
+    parts: list[nn.Module | None] = [stage.embedding, stage.output]
+    return [p for part in parts if part is not None for p in part.parameters()]
 
 
 def sum_over_ranks(parameters: Sequence[torch.Tensor], group: ProcessGroup) -> None:
