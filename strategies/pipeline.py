@@ -70,7 +70,9 @@ def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
     steps = draw(st.integers(1, 2)) if scope.has("pipeline_steps") else 1
     several = len(mesh.axes) == 2 and mesh.size > p
     sharded = scope.has("pipeline_sharded") and several and one_in(draw, 2)
-    blocks = draw(_blocks(scope, dropout=not sharded))
+    recompute = scope.has("pipeline_recompute") and one_in(draw, 3)
+    # Dropout shows whether recomputation draws the same numbers, and leaves them where they were.
+    blocks = draw(_blocks(scope, dropout=0 if sharded else 2 if recompute else 6))
     case = PipelineCase(
         mesh=mesh,
         schedule=schedule,
@@ -85,7 +87,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
         accumulate=steps > 1 and scope.has("pipeline_accumulate") and not sharded and draw(st.booleans()),
         skip=_skip(draw, scope),
         ids=scope.has("pipeline_ids") and draw(st.booleans()),
-        recompute=scope.has("pipeline_recompute") and one_in(draw, 3),
+        recompute=recompute,
         axis=axis,
         dtype=dtype,
         loss=draw(st.sampled_from(["sum", "token_mean"])),
@@ -141,7 +143,8 @@ def _skip(draw: st.DrawFn, scope: Scope) -> Skip:
 
 
 @st.composite
-def _blocks(draw: st.DrawFn, scope: Scope, dropout: bool) -> tuple[Block, ...]:
+def _blocks(draw: st.DrawFn, scope: Scope, dropout: int) -> tuple[Block, ...]:
+    """dropout: in one of so many cases; 0 for none."""
     kinds: list[Kind] = ["linear", "linear"]
     optional: tuple[Kind, ...] = ("tied", "frozen", "plain")
     for kind in optional:
@@ -152,7 +155,7 @@ def _blocks(draw: st.DrawFn, scope: Scope, dropout: bool) -> tuple[Block, ...]:
         blocks.append(Block(draw(st.sampled_from(kinds)), draw(activations), draw(st.booleans())))
     if scope.has("pipeline_tied") and one_in(draw, 3):
         blocks.insert(draw(st.integers(1, len(blocks))), Block("tied", draw(activations), draw(st.booleans())))
-    if dropout and scope.has("pipeline_dropout") and one_in(draw, 5):
+    if dropout and scope.has("pipeline_dropout") and one_in(draw, dropout):
         blocks.insert(draw(st.integers(1, len(blocks))), Block("dropout"))
     return tuple(blocks)
 
