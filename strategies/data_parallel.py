@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from reference.data_parallel import (
     Reduction,
 )
 from reference.recipe import Recipe
-from strategies.layers import one_in
+from strategies.layers import one_in, scattered
 from strategies.mesh import meshes, smaller_meshes
 from strategies.scope import Scope
 from strategies.simpler import Simpler
@@ -84,7 +85,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
         if steps > 1 and one_in(draw, 4):  # in one step by nobody
             layer, step = draw(which), draw(st.integers(0, steps - 1))
             skipped += [(layer, -1, step * micro_batches + m) for m in range(micro_batches)]
-    return DataParallelCase(
+    case = DataParallelCase(
         mesh=mesh,
         layers=layers,
         features=draw(st.integers(*_MANY_FEATURES) if large else st.integers(1, MOST_FEATURES)),
@@ -111,6 +112,11 @@ def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
         invalid=_invalid(draw, layers) if scope.has("data_parallel_refuses") and n > 1 and one_in(draw, 12) else None,
         recipes=recipes,
     )
+    if case.exact or not large:
+        return case
+    ours = case.recipes
+    ours = DataParallelRecipes(scattered(ours.input), scattered(ours.parameter), scattered(ours.coefficient))
+    return replace(case, recipes=ours)
 
 
 def _invalid(draw: st.DrawFn, layers: tuple[Layer, ...]) -> Invalid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from reference.linear import Backward
+from reference.recipe import EXACT_KINDS, Recipe
 
 #: The largest size of a dimension.
 LARGEST = 12
@@ -15,6 +16,11 @@ _MOST_TOKENS = 256 // MOST_MICRO_BATCHES
 BACKWARD: list[Backward] = [*["immediate"] * 3, *["delayed", "reversed"] * 2, "never"]  # type: ignore[list-item]
 
 Leading = tuple[tuple[int, ...], ...]
+
+
+def scattered(recipe: Recipe) -> Recipe:
+    """Normal data in place of few different numbers: equal elements round alike, and many of them lean together."""
+    return Recipe("normal", recipe.seed) if recipe.kind in EXACT_KINDS else recipe
 
 
 def one_in(draw: st.DrawFn, n: int) -> bool:
