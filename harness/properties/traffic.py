@@ -89,10 +89,12 @@ def _is(due: Transfer, one: Sent, mesh: Mesh, rank: int) -> bool:
 
 def orders_differ(mesh: Mesh, observed: World) -> Finding | None:
     """Two ranks that meet in the collectives of their groups in another order: where these do not block at once, they
-    cross-talk or hang."""
+    cross-talk or hang. What threads of their own begin is in order where it is in each group."""
     for a, b in itertools.combinations(range(len(observed)), 2):
         ours = [one for one in observed[a].sent or () if b in one.collective.group]
         theirs = [one for one in observed[b].sent or () if a in one.collective.group]
+        if any(one.collective.aside for one in ours + theirs):
+            ours, theirs = sorted(ours, key=_group), sorted(theirs, key=_group)
         for x, y in itertools.zip_longest(ours, theirs):
             if x is None or y is None or _key(x) != _key(y):
                 texts = ["nothing" if one is None else f"{_what(one.collective)} in the {_when(one)}" for one in (x, y)]
@@ -101,8 +103,12 @@ def orders_differ(mesh: Mesh, observed: World) -> Finding | None:
     return None
 
 
+def _group(one: Sent) -> tuple[int, ...]:
+    return tuple(sorted(one.collective.group))
+
+
 def _key(one: Sent) -> tuple[object, ...]:
-    return one.collective.operation, tuple(sorted(one.collective.group)), one.collective.dtype
+    return one.collective.operation, _group(one), one.collective.dtype
 
 
 def _when(one: Sent) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Collective:
     of the group. dtype: for example ``float32``; None without a tensor. elements, bytes: of the tensors that this rank
     gives, or gets where it gives none (the receiving end of recv, broadcast and scatter). peer: the global rank of the
     other end or the root; None where there is none. tag: of a send or receive, what matches them beside their order.
+    aside: a thread of the candidate's own began it, so that its place among those of other groups says nothing.
     How an operator reduces (sum, max) cannot be seen from here.
     """
 
@@ -56,6 +58,7 @@ class Collective:
     bytes: int
     peer: int | None = None
     tag: int = 0
+    aside: bool = False
 
     def describe(self) -> str:
         """For example ``all_reduce on group [0, 1], float32, 12 elements``."""
@@ -65,7 +68,8 @@ class Collective:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which this thread's collectives are recorded just before they start, and nothing is changed.
+    """A context in which this thread's collectives are recorded just before they start, and nothing is changed; with
+    `follow_threads`, those of threads too that are started later.
 
     on_collective: called with each record and its number, from 1. It may be entered more than once; nested recorders
     all see everything. Measured cost: 4 microseconds an operator, since every
@@ -77,6 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, on_collective: Callable[[Collective, int], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_collective = on_collective
+        self._lock = threading.Lock()
         self._records: list[Collective] = []
 
     def records(self) -> tuple[Collective, ...]:
@@ -107,11 +112,44 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # blind: let it go first, what it calls comes by again.
             return NotImplemented
         if watched:
-            record = _record(func, args, kwargs or {})
-            self._records.append(record)
-            if self._on_collective is not None:
-                self._on_collective(record, len(self._records))
+            self._begins(_record(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _begins(self, record: Collective) -> None:
+        with self._lock:
+            self._records.append(record)
+            number = len(self._records)
+        if self._on_collective is not None:
+            self._on_collective(record, number)
+
+
+class _Aside(Recorder):  # type: ignore[no-untyped-call]
+    """Records what another thread begins into a recorder: PyTorch's modes are each thread's own."""
+
+    def __init__(self, main: Recorder) -> None:
+        super().__init__()
+        self._main = main
+
+    def _begins(self, record: Collective) -> None:
+        self._main._begins(replace(record, aside=True))
+
+
+def follow_threads(recorder: Recorder) -> None:
+    """From now on every thread that this process starts is recorded as well, as long as it lives: frameworks reduce
+    gradients in threads of their own. For a process that is ours."""
+    start = threading.Thread.start
+
+    def recorded(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def inside() -> None:
+            with _Aside(recorder):
+                run()
+
+        thread.run = inside  # type: ignore[method-assign]
+        start(thread)
+
+    threading.Thread.start = recorded  # type: ignore[method-assign, assignment]
 
 
 def _goes_first(tensor_type: type) -> bool:

@@ -25,7 +25,7 @@ from harness.world.context import RankContext, enter_rank, is_rank
 from harness.world.delays import Delays
 from harness.world.files import Slots, path_of
 from harness.world.outcome import Raised, Returned
-from harness.world.traffic import Collective, Recorder, ordinal
+from harness.world.traffic import Collective, Recorder, follow_threads, ordinal
 
 SEED = 0x5EED
 # The parent decides when a job has taken too long; a timeout of gloo's would turn a hang into an exception.
@@ -49,6 +49,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
             time.sleep(delays.before(rank, number))
 
     recorder = Recorder(begins)
+    follow_threads(recorder)
     try:
         torch.set_num_threads(1)
         where = store or path_of(fds[3])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,28 @@ def every_collective(context: RankContext) -> list[Any]:
     x.requires_grad_(True)
     _Reduce.apply(x, 1).sum().backward()  # an all_reduce in the backward pass
     return list(context.traffic.records())
+
+
+def collectives_of_threads(context: RankContext) -> tuple[list[float], list[Any]]:
+    """A thread by its function, one by its class, and one of a pool, one after the other."""
+    got = []
+
+    def total() -> None:
+        summed = torch.ones(3)
+        dist.all_reduce(summed)
+        got.append(summed.sum().item())
+
+    class Own(threading.Thread):
+        def run(self) -> None:
+            total()
+
+    for thread in (threading.Thread(target=total), Own()):
+        thread.start()
+        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(total).result()
+    total()
+    return got, list(context.traffic.records())
 
 
 def distributed_tensor(context: RankContext) -> tuple[Any, list[Any]]:

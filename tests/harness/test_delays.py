@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import pytest
 import rank_functions as on_rank
 from trials import candidate
 
-from harness.bench import Bench, checked
+from harness.bench import Bench, Trial, checked
 from harness.case_file import MalformedReproducer, read
 from harness.errors import WrongUse
 from harness.properties import property_of
 from harness.replay import replay
+from harness.verdict import Finding, Verdict
 from harness.verification import verify
 from harness.world import Pool
-from harness.world.delays import LONGEST, Delays, chosen
+from harness.world.delays import LONGEST, Delays, Which, chosen
 from reference.codec import encode
 from reference.collectives import CollectivesCase
 from reference.mesh import Mesh
@@ -68,7 +70,7 @@ def test_who_does_not_wait_is_found_and_replayed() -> None:
         data = json.loads(failure.reproducer.line())
         assert read(json.dumps(data)) == failure.reproducer
         assert data["delays"] == failure.reproducer.delays
-    assert replay(read(failure.reproducer.line())).kind in ("mismatch", "flaky")
+        assert replay(read(failure.reproducer.line())).kind in ("mismatch", "flaky")
 
 
 def test_a_right_candidate_holds_with_delays() -> None:
@@ -82,6 +84,43 @@ def test_what_fails_without_delays_is_reported_without() -> None:
         trial = checked(bench, COLLECTIVES, case, "all")
     assert trial.verdict.kind == "mismatch"
     assert trial.delays == 0
+
+
+class Racing:
+    """In place of a bench: fails where a rank is late, and else when it is its turn."""
+
+    def __init__(self, *fails: bool, late: bool = True) -> None:
+        self.fails, self.late = list(fails), late
+
+    def afresh(self, subject: object, case: object, delays: int = 0) -> Trial:
+        failing = self.late if delays else self.fails.pop(0)
+        return Trial(Verdict((Finding("mismatch", "wrong"),) if failing else ()), (), delays)
+
+    def check(self, subject: object, case: object, delays: int = 0) -> Trial:
+        first, second = self.afresh(subject, case, delays), self.afresh(subject, case, delays)
+        if first.verdict.kind == second.verdict.kind:
+            return second
+        return Trial(Verdict((Finding("flaky", "failed once and held in fresh processes"),)), (), delays)
+
+
+def checked_racing(bench: Racing, which: Which = "some") -> Trial:
+    """On a case that gets no delays by itself, or, where all do, one that does."""
+    case = CollectivesCase(Mesh.of(tp=2), "reduce", ((3,),))
+    return checked(cast("Bench", bench), COLLECTIVES, case, which)
+
+
+def test_what_fails_once_is_tried_with_delays() -> None:
+    assert not chosen("some", json.dumps(encode(CollectivesCase(Mesh.of(tp=2), "reduce", ((3,),)))))
+    raced = checked_racing(Racing(True, False))
+    assert raced.verdict.kind == "mismatch"
+    assert raced.delays
+    assert checked_racing(Racing(True, False, late=False)).verdict.kind == "flaky", "nothing to do with who is late"
+    assert checked_racing(Racing(True, False), "none").verdict.kind == "flaky", "when none are wanted"
+
+
+def test_a_race_that_is_lost_once_without_delays_keeps_them() -> None:
+    assert checked_racing(Racing(True, True, False), "all").delays
+    assert not checked_racing(Racing(True, True, True), "all").delays
 
 
 def test_wrong_delays_are_refused() -> None:

@@ -130,6 +130,20 @@ def test_another_order_on_one_rank_is_said() -> None:
     assert "same collectives" not in " ".join(judged(*apart, due=(), mesh=mesh)), "ranks that do not meet may differ"
 
 
+def test_threads_of_their_own_keep_the_order_of_each_group_only() -> None:
+    mesh = Mesh.of(tp=2, dp=2)
+    of_tp, of_dp = sent(REDUCE, group=(0, 1), aside=True), sent(REDUCE, group=(0, 1, 2, 3))
+    apart = [[of_tp, of_dp], [of_dp, of_tp], [of_dp], [of_dp]]
+    assert "same collectives" not in " ".join(judged(*apart, due=(), mesh=mesh))
+    alone = [
+        [dataclasses.replace(one, collective=dataclasses.replace(one.collective, aside=False)) for one in rank]
+        for rank in apart
+    ]
+    assert "same collectives" in " ".join(judged(*alone, due=(), mesh=mesh))
+    crossed = sent(REDUCE, group=(0, 1), aside=True, operation="broadcast")
+    assert "same collectives" in judged([of_tp, crossed], [crossed, of_tp], due=())[0]
+
+
 def test_a_candidate_may_declare_what_it_does_instead() -> None:
     more = Transfer("backward", 0, "all_reduce", "tp", 3, "float32")
     observed = [Observation(sent=(*RIGHT, sent(more)), due=(REDUCE, GATHER, more))] * 2

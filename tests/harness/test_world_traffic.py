@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import rank_functions as on_rank
 import torch
@@ -28,6 +30,14 @@ def test_every_collective_is_recorded_in_order() -> None:
     expected[4] = Collective("scatter", (0, 1), "float32", 6, 24, peer=1)
     expected[5] = Collective("recv", (0, 1), "float32", 3, 12, peer=0, tag=7)
     assert second == [Collective("all_reduce", (1,), "float32", 3, 12), *expected]
+
+
+def test_what_threads_of_a_job_begin_is_recorded() -> None:
+    with Pool(2) as pool:
+        for got, records in pool.run(on_rank.collectives_of_threads).values():
+            assert got == [6.0] * 4
+            one = Collective("all_reduce", (0, 1), "float32", 3, 12)
+            assert records == [dataclasses.replace(one, aside=True)] * 3 + [one]
 
 
 def test_what_a_tensor_with_its_own_dispatch_does_inside_is_recorded() -> None:
