@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.exit_codes import EXIT_CODES, Group, end, say_error
+from harness.exit_codes import EXIT_CODES, Group, end
 from harness.report.streams import CannotPrint
 
 if TYPE_CHECKING:
@@ -85,15 +85,22 @@ def verify(
 
     warm_up(modules(specs))  # the rank server imports torch while this process does
     from harness.engine import caches_elsewhere
+    from harness.events import Event
     from harness.report.console import result_console
-    from harness.report.json_file import write_json
+    from harness.report.json_file import JsonFile
     from harness.report.terminal import TerminalReport
     from harness.verification import exit_code
     from harness.verification import verify as run
 
     if json_file is not None:
         _require_writable(json_file)
+    written = JsonFile(json_file)
     with caches_elsewhere(), TerminalReport(result_console()) as report:
+
+        def listen(event: Event) -> None:
+            report(event)
+            written(event)
+
         done = run(
             *candidates,
             subjects=subjects or None,
@@ -105,16 +112,9 @@ def verify(
             deadline=deadline,
             delays=delays,
             save=save,
-            listen=report,
+            listen=listen,
         )
-    lost = False
-    if json_file is not None:
-        try:
-            write_json(json_file, done)
-        except OSError as error:
-            lost = True
-            say_error(f"cannot write --json {json_file}: {error.strerror}")
-    end(exit_code(done.rows), report.unwritten, lost=lost)
+    end(exit_code(done.rows), report.unwritten, lost=written.lost)
 
 
 def _require_writable(file: Path) -> None:

@@ -23,6 +23,7 @@ from harness.polish import polish
 from harness.properties.base import Property
 from harness.steering import Steering, aim, steered
 from harness.tally import Tally
+from harness.world import Terminated
 from harness.world.delays import Which
 from reference.codec import encode
 from strategies.scope import Scope
@@ -32,6 +33,15 @@ _LEAST_SHRINKING = 3.0
 
 #: A candidate that refused so many cases, and took none, is not asked again: each costs new processes.
 _MOST_REFUSED = 100
+
+
+class Interrupted(BaseException):
+    """A search was told to end. row: what came of it until then; by: the KeyboardInterrupt or Terminated."""
+
+    def __init__(self, row: Row, by: BaseException) -> None:
+        super().__init__(str(by))
+        self.row = row
+        self.by = by
 
 
 class _Stop(BaseException):
@@ -90,9 +100,31 @@ def search(
     are drawn near the worst ones, also depend on the numbers that came out.
 
     ``tell`` is called after every case that ran, with whether it failed.
+
+    Raises Interrupted, with the row so far and the failure that was confirmed, where a signal ends it.
     """
     started, tally = time.monotonic(), Tally()
-    clock = _Clock(limits, started)
+
+    def row(faults: list[Fault], stopped: str | None) -> Row:
+        return tally.row(bench.spec.text, subject.subject, faults, stopped, time.monotonic() - started)
+
+    try:
+        return row(*_searched(bench, subject, scope, limits, tell, tally, _Clock(limits, started)))
+    except (KeyboardInterrupt, Terminated) as error:
+        faults = [] if tally.confirmed is None else [tally.confirmed]
+        raise Interrupted(row(faults, "interrupted"), error) from None
+
+
+def _searched(
+    bench: Bench,
+    subject: Property,
+    scope: Scope,
+    limits: Limits,
+    tell: Callable[[bool], None],
+    tally: Tally,
+    clock: _Clock,
+) -> tuple[list[Fault], str | None]:
+    """The faults, shrunk, and why fewer cases ran than were asked for."""
     faults, stopped = [], None
 
     def judge(case: Any) -> None:
@@ -148,8 +180,7 @@ def search(
             polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, tell))
         # Two that could not be seen again are one.
         faults = [with_cause(found, tally.confirmed) for found in dict.fromkeys(polished)]
-    stopped = stopped or tally.why_fewer(limits.examples)
-    return tally.row(bench.spec.text, subject.subject, faults, stopped, time.monotonic() - started)
+    return faults, stopped or tally.why_fewer(limits.examples)
 
 
 def _polished(

@@ -109,10 +109,13 @@ class SubjectDone:
 
 @dataclass(frozen=True)
 class RunDone:
+    """interrupted: a signal ended the run before all rows were done; what was known by then is in them."""
+
     seed: int
     rows: tuple[Row, ...]
     seconds: float
     libraries: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         _set(self, "libraries", {candidate: printable(library) for candidate, library in self.libraries.items()})

@@ -14,7 +14,7 @@ from typing import get_args
 from harness.bench import Bench, CandidateUnusable
 from harness.candidate import Candidate
 from harness.case_file import Reproducer
-from harness.engine import Limits, search
+from harness.engine import Interrupted, Limits, search
 from harness.errors import WrongUse
 from harness.events import (
     CandidateDescribed,
@@ -32,8 +32,8 @@ from harness.preload import modules
 from harness.properties import PROPERTIES, property_of
 from harness.properties.base import Property
 from harness.verdict import Verdict
+from harness.world import Terminated, warm_up
 from harness.world import max_world as machine_limit
-from harness.world import warm_up
 from harness.world.delays import Which
 from reference.dtypes import FORMATS
 
@@ -67,7 +67,8 @@ def verify(
     which cases have small sleeps before collectives on some of their ranks: ``none``, ``some`` (one of eight) or
     ``all``; a right result does not depend on them. listen: called with every event.
 
-    Returns the rows. Raises WrongUse, before anything runs, for what cannot be asked for.
+    Returns the rows. Raises WrongUse, before anything runs, for what cannot be asked for. A KeyboardInterrupt is passed
+    on once ``listen`` has had what is known by then.
     """
     specs = [spec_of(candidate) for candidate in candidates]
     chosen = [property_of(subject) for subject in (PROPERTIES if subjects is None else subjects)]
@@ -78,28 +79,45 @@ def verify(
     seed = secrets.randbelow(2**32) if seed is None else seed
     listen(RunStarted(seed, tuple(s.text for s in specs), tuple(p.subject for p in chosen), examples, max_world))
     warm_up(modules(specs))
-    started, rows, libraries = time.monotonic(), [], {}
-    with contextlib.ExitStack() as stack:
-        benches = {spec: _described(spec, deadline, stack) for spec in specs}
-        for spec, bench in benches.items():
-            if isinstance(bench, CandidateUnusable):
-                for subject in chosen:
-                    rows.append(_unusable(spec, subject, bench))
-                    listen(SubjectDone(rows[-1]))
-                continue
-            with bench:
-                libraries[spec.text] = _library(bench)
-                listen(CandidateDescribed(spec.text, libraries[spec.text]))
-                for number, subject in enumerate(chosen):
-                    left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
-                    share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
-                    limits = Limits(examples, seed, share, delays=delays)
-                    row = _row(bench, subject, limits, max_world, dtypes, listen, asked=subjects is not None)
-                    rows.append(_saved(row, save))
-                    listen(SubjectDone(rows[-1]))
-    done = RunDone(seed, tuple(rows), time.monotonic() - started, libraries)
-    listen(done)
-    return done
+    started, libraries = time.monotonic(), dict[str, str]()
+    rows: list[Row] = []
+
+    def done(row: Row) -> None:
+        rows.append(row)
+        listen(SubjectDone(row))
+
+    def run_done(interrupted: bool) -> RunDone:
+        run = RunDone(seed, tuple(rows), time.monotonic() - started, libraries, interrupted)
+        listen(run)
+        return run
+
+    try:
+        with contextlib.ExitStack() as stack:
+            benches = {spec: _described(spec, deadline, stack) for spec in specs}
+            for spec, bench in benches.items():
+                if isinstance(bench, CandidateUnusable):
+                    for subject in chosen:
+                        done(_unusable(spec, subject, bench))
+                    continue
+                with bench:
+                    libraries[spec.text] = _library(bench)
+                    listen(CandidateDescribed(spec.text, libraries[spec.text]))
+                    for number, subject in enumerate(chosen):
+                        left = None if time_budget is None else max(0.0, time_budget - (time.monotonic() - started))
+                        share = None if left is None else left / max(1, _left(specs, spec, chosen, number))
+                        limits = Limits(examples, seed, share, delays=delays)
+                        asked = subjects is not None
+                        done(_saved(_row(bench, subject, limits, max_world, dtypes, listen, asked), save))
+    except Interrupted as error:
+        done(_saved(error.row, save))
+        rows.extend(_not_begun(specs, chosen, rows))
+        run_done(interrupted=True)
+        raise error.by from None
+    except (KeyboardInterrupt, Terminated):
+        rows.extend(_not_begun(specs, chosen, rows))
+        run_done(interrupted=True)
+        raise
+    return run_done(interrupted=False)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
@@ -151,6 +169,13 @@ def _described(spec: Spec, deadline: float, stack: contextlib.ExitStack) -> Benc
 def _unusable(spec: Spec, subject: Property, why: CandidateUnusable) -> Row:
     failure = Failure(Reproducer(spec.text, subject.subject, None), Verdict(why.findings))
     return Row(spec.text, subject.subject, "fault", failures=(failure,))
+
+
+def _not_begun(specs: Sequence[Spec], chosen: Sequence[Property], rows: Sequence[Row]) -> list[Row]:
+    """What an interrupted run did not come to."""
+    begun = {(row.candidate, row.subject) for row in rows}
+    pairs = [(spec.text, subject.subject) for spec in specs for subject in chosen]
+    return [Row(*pair, "nothing ran", stopped="interrupted before it began") for pair in pairs if pair not in begun]
 
 
 def _saved(row: Row, folder: Path | str | None) -> Row:

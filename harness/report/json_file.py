@@ -7,9 +7,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.events import Failure, Row, RunDone
+from harness.events import Event, Failure, Row, RunDone
+from harness.exit_codes import say_error
 from harness.printable import printable
 from harness.verification import exit_code
+
+
+class JsonFile:
+    """Consumes events: writes the run to ``path`` when it is done, and where it was interrupted. None writes nothing.
+
+    lost: the file could not be written, which is said on stderr; results on the terminal are results too.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.lost = False
+
+    def __call__(self, event: Event) -> None:
+        if self._path is None or not isinstance(event, RunDone):
+            return
+        try:
+            write_json(self._path, event)
+        except OSError as error:
+            self.lost = True
+            say_error(f"cannot write --json {self._path}: {error.strerror}")
 
 
 def write_json(path: Path, done: RunDone) -> None:
@@ -18,6 +39,7 @@ def write_json(path: Path, done: RunDone) -> None:
         "seed": done.seed,
         "seconds": done.seconds,
         "exit_code": exit_code(done.rows),
+        "interrupted": done.interrupted,
         "libraries": {printable(candidate): library for candidate, library in done.libraries.items()},
         "rows": [_row(row) for row in done.rows],
     }

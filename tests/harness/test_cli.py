@@ -286,6 +286,39 @@ main()
 """
 
 
+SHRINKING = """
+import sys
+from harness.cli import main
+command = "verify builtin+F04 builtin --subject linear --subject mesh --examples 200 --seed 1 --json run.json"
+sys.argv = ["shardproof", *command.split()]
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_run_that_is_ended_says_what_it_has_found(folder: Path, parents: list[Parent]) -> None:
+    parent = Parent(folder, SHRINKING)
+    parents.append(parent)
+    while "failed" not in (line := parent.line()):
+        assert line, parent.errors()
+    os.killpg(os.getpgid(parent.process.pid), signal.SIGINT)
+    assert parent.process.stdout is not None
+    said = " ".join(parent.process.stdout.read().split())
+    assert parent.process.wait(20) == 130, parent.errors()
+    assert "mismatch: builtin+F04, linear" in said
+    assert "replay: shardproof replay" in said
+    assert "interrupted before it began" in said
+    data = json.loads((folder / "run.json").read_text())
+    assert data["interrupted"] is True
+    assert [(row["candidate"], row["subject"], row["result"]) for row in data["rows"]] == [
+        ("builtin+F04", "linear", "fault"),
+        ("builtin+F04", "mesh", "nothing ran"),
+        ("builtin", "linear", "nothing ran"),
+        ("builtin", "mesh", "nothing ran"),
+    ]
+    assert Path(data["rows"][0]["failures"][0]["saved"]).is_file()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("seconds", [0.0, 2.0])
