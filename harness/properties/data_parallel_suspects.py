@@ -42,6 +42,7 @@ class _Suspected:
             if average:
                 divided = self._per_rank(total / n)
                 yield Suspect(f"is the rank's own, divided by {n}: it is not reduced {over}", divided)
+        yield from self._other_ranks(right, locals_)
         for m in range(case.micro_batches) if case.micro_batches > 1 else ():
             which = "the last micro-batch" if m == case.micro_batches - 1 else f"micro-batch {m}"
             alone = reduced(case, locals_[m : m + 1])
@@ -51,6 +52,23 @@ class _Suspected:
             last = reduced(case, locals_[-1:])
             mixed = tuple(last.numpy() + early_ for early_ in self._per_rank(early))
             yield Suspect("has the reduced gradient of the last micro-batch, and the rank's own of those before", mixed)
+
+    def _other_ranks(self, right: torch.Tensor, locals_: torch.Tensor) -> Iterator[Suspect]:
+        """Sums and averages over other ranks than those of the axis. locals_: [M, R, n, *shape]."""
+        case, n, world = self.case, self.case.parallel_size, self.case.mesh.size
+        average = case.reduction == "average"
+        everyone = right.sum(0, keepdim=True).expand_as(right)
+        if world > n:
+            if average:
+                cause = f"is averaged over the world and not over {case.axis}"
+                yield Suspect(cause, (right * n / world).numpy())
+                everyone = everyone * n / world
+            yield Suspect(f"is reduced over all ranks and not over {case.axis} alone", everyone.numpy())
+        contribute = (locals_ != 0).flatten(3).any(-1).any(0).sum(-1).clamp(min=1)
+        if average and bool((contribute < n).any()):
+            share = (n / contribute).view(-1, *[1] * (right.dim() - 1))
+            cause = f"is averaged over the ranks that have a gradient, and not over all of {case.axis}"
+            yield Suspect(cause, (right * share).numpy())
 
     def _normalised(self) -> Iterator[Suspect]:
         """Means that are taken over other sets than the whole batch."""
@@ -71,8 +89,15 @@ class _Suspected:
             ),
             (counted / of_micro_batch / n / M, f"is the mean of the micro-batches' means, and not over all {what}"),
             (everyone / everyone.sum((0, 2, 3, 4), keepdim=True), "counts tokens that are not valid"),
+            *self._all_samples(),
         ):
             yield Suspect(cause, self._with(weights))
+
+    def _all_samples(self) -> Iterator[tuple[torch.Tensor, str]]:
+        case = self.case
+        if case.loss == "sample_mean":
+            number = case.micro_batches * case.parallel_size * case.samples
+            yield self._samples() / number, "is divided by the number of all samples, those without a valid token too"
 
     def _samples(self) -> torch.Tensor:
         """Of each token, its share of its sample."""

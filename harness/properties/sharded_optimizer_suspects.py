@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from harness.oracle.patterns.evidence import Suspect, Values
+from harness.properties.optimizer_mistakes import after, mistakes
 from reference.sharded_optimizer import ShardedOptimizerCase, Tensors, local_gradients, reduced, updated
 
 
@@ -38,12 +39,20 @@ class _Suspected:
             if average:
                 yield Suspect("is as if gradients were summed and not averaged", self._after(case, too_large))
             yield Suspect("is as if each rank used its own gradient: it is not reduced", self._own())
+        world = case.mesh.size
+        if case.reduction == "average" and world > max(self.sizes):
+            less = [g * n / world for g, n in zip(self.right, self.sizes, strict=True)]
+            yield Suspect(
+                f"is as if gradients were averaged over the world and not over {case.axis}", self._after(case, less)
+            )
         yield Suspect("is as before the first step: it is not updated", self.start.numpy())
         if self.step:
             yield Suspect("is as before this step: it is not updated", self._after(case, self.right[:-1]))
         if case.weight_decay:
             without = replace(case, weight_decay=0.0)
             yield Suspect("is as without weight decay", self._after(without, self.right))
+        for cause, update in mistakes(case):
+            yield Suspect(cause, after(case, self.start, self.right, update).numpy())
         if case.load and self.step >= case.load:
             anew = list(updated(case, self.i, self.start, iter(self.right[: case.load])))[-1][0]
             cause = "is as if the optimizer began anew where a state was loaded"

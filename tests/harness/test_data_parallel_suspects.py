@@ -77,7 +77,7 @@ def test_every_suspect_is_named_where_it_is_what_the_ranks_hold(case: DataParall
             assert not verdict.holds, (name, suspect.cause)
             assert suspect.cause in str(verdict.findings[0].cause), (suspect.cause, verdict.findings[0])
             named.add(suspect.cause)
-    assert len(named) == {"token_mean": 12, "sample_mean": 11, "sum": 8}[case.loss], named
+    assert len(named) == {"token_mean": 14, "sample_mean": 13, "sum": 11}[case.loss], named
 
 
 @pytest.mark.parametrize("case", [PLAIN, SAMPLES], ids=["tokens", "samples"])

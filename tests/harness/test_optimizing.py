@@ -9,15 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from harness import ShardedOptimizer
 from harness.bench import Bench
+from harness.oracle.patterns.evidence import Evidence
+from harness.oracle.patterns.suspected import suspected
 from harness.properties import property_of
+from harness.properties.optimizer_mistakes import mistakes
 from harness.properties.sharded_optimizer_suspects import suspects
 from harness.verdict import Verdict
+from reference.layout import Whole
 from reference.mesh import Mesh
 from reference.recipe import Recipe
-from reference.sharded_optimizer import Parameter, ShardedOptimizerCase, ShardedOptimizerRecipes, expected, tensors
+from reference.sharded_optimizer import (
+    Parameter,
+    ShardedOptimizerCase,
+    ShardedOptimizerRecipes,
+    expected,
+    reduced,
+    tensors,
+)
 
 HERE = Path(__file__).parent / "candidates_for_tests" / "optimizing.py"
 SHARDED_OPTIMIZER = property_of("sharded_optimizer")
@@ -142,6 +154,59 @@ def test_suspects_are_not_what_is_right(case: ShardedOptimizerCase) -> None:
     for one in found:
         values = one.values if isinstance(one.values, tuple) else (one.values,)
         assert any(not np.allclose(value, right.numpy(), rtol=1e-12) for value in values), one.cause
+
+
+def _torch_steps(case: ShardedOptimizerCase, optimizer: Any, **options: Any) -> Any:
+    """What an optimizer of torch's makes of the right gradients, one rank's parameter 0."""
+    given = tensors(case)
+    parameter = torch.nn.Parameter(given["parameter0"].clone())
+    stepping = optimizer([parameter], lr=case.lr, weight_decay=case.weight_decay, **options)
+    for step in range(case.steps):
+        parameter.grad = reduced(case, given, 0, step)[0]
+        stepping.step()
+    return parameter.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "options", "cause"),
+    [
+        (ADAMW, torch.optim.Adam, {"betas": ADAMW.betas, "eps": ADAMW.eps}, "as in Adam and not in AdamW"),
+        (MOMENTUM, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "is as with Nesterov's momentum"),
+        (MOMENTUM, torch.optim.SGD, {}, "is as without momentum"),
+    ],
+)
+def test_mistakes_are_what_other_optimizers_do(
+    case: ShardedOptimizerCase, optimizer: Any, options: Any, cause: str
+) -> None:
+    """The formulas of the suspects, by optimizers that torch has."""
+    case = dataclasses.replace(case, steps=3)
+    made = _torch_steps(case, optimizer, **options)
+    (one,) = [one for one in suspects(case, tensors(case), "parameter0[2]") if cause in one.cause]
+    np.testing.assert_allclose(np.asarray(one.values)[0], made, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case", [dataclasses.replace(ADAMW, steps=3, eps=0.1), dataclasses.replace(MOMENTUM, steps=3, weight_decay=0.1)]
+)
+def test_a_mistaken_formula_is_told(case: ShardedOptimizerCase) -> None:
+    """Each alone explains ranks that hold what it gives."""
+    given, name = tensors(case), "parameter0[2]"
+    want = expected(case, given)[name]
+    assert want is not None
+    causes = {cause for cause, _ in mistakes(case)}
+    for one in [one for one in suspects(case, given, name) if one.cause in causes]:
+        values = np.asarray(one.values)
+        held = tuple(values for _ in range(case.mesh.size))
+        evidence = Evidence(
+            name,
+            want.numpy(),
+            Whole(),
+            case.mesh,
+            held,
+            np.full(want.shape, 1e-6),
+            suspects=lambda: suspects(case, given, name),
+        )
+        assert one.cause in str(suspected(evidence)), one.cause
 
 
 def test_a_state_tensor_and_a_frozen_parameter_have_no_suspects() -> None:

@@ -84,6 +84,9 @@ def test_sentences_that_say_where_and_sentences_that_say_why() -> None:
         "x is wrong only from flat index 17 of 40 on: as if a buffer or bucket ended there",
         "a single element of x, [6, 3], is wrong on rank 1",
         "x has NaN where a finite value is due, on rank 2 only",
+        "every element of x is 1.01968 times what it should be",
+        "every element of x is -3e-05 times what it should be on rank 1",
+        "every element of x is off by the same number, 4.5",
     ):
         assert says_where(place), place
     for why in (

@@ -16,10 +16,13 @@ def alike_along_an_axis(evidence: Evidence) -> str | None:
         return None
     along = listed(axes)
     if evidence.name.endswith(".initial"):
-        return f"{evidence.name} is the same on all ranks of {along}: every shard was initialised from the same seed"
+        return (
+            f"{evidence.name} is the same on all ranks of {along}: every shard was initialised from the same seed, or "
+            "copied from one rank"
+        )
     return (
         f"{evidence.name} is the same on all ranks of {along}, where each has a part of its own: every rank computed "
-        "with the same data or the same seed"
+        f"with the same data or the same seed, or a collective over {along} made them alike"
     )
 
 

@@ -11,6 +11,7 @@ from harness.oracle.patterns.wording import listed, on_ranks, ranks
 from reference.layout import Split, placements
 
 _PLACE = re.compile(r" is wrong (only|on .* only)|^a single element of | is due, on ")
+_NUMBER = re.compile(r" is [-+.e\d]+ times what it should be| is off by the same number, ")
 
 #: Below these, wrong elements lie by chance where they lie.
 _LEAST_TAIL = 4
@@ -19,8 +20,8 @@ _LEAST_OTHERS = 8
 
 
 def says_where(sentence: str) -> bool:
-    """Whether a cause is one of these: a place, which says nothing of another case."""
-    return _PLACE.search(sentence) is not None
+    """Whether a cause is a place, or a number without a name, which say nothing of another case."""
+    return any(one.search(sentence) is not None for one in (_PLACE, _NUMBER))
 
 
 def not_finite(evidence: Evidence) -> str | None:
