@@ -1,4 +1,4 @@
-"""Elements that are the same number, computed the same way, round together: many of them are no more evidence than one."""
+"""Elements that are one number, computed in one way, round together: many of them are no more evidence than one."""
 
 from __future__ import annotations
 
