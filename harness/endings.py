@@ -41,15 +41,18 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
     if died:
         rank, ending = died[0]
         message = f"{_ranks([r for r, _ in died], size)} died: {ending.description}"
-        return [_finding("crash", message, rank, mesh, _blocked_details(blocked))]
+        last = [f"rank {r} died, last collective: {e.last_collective or 'none'}" for r, e in died]
+        saw = [f"rank {r} raised {e.type_name}: {e.message.partition(chr(10))[0]}" for r, e in raised]
+        details = "\n".join(filter(None, [*last, *saw, _blocked_details(blocked)]))
+        return [_finding("crash", message, rank, mesh, details)]
     if raised:
         # A rank that raises because a partner left is a consequence: the first message of the commonest kind counts.
         rank, error = min(raised, key=lambda pair: (_name(pair[1]) not in _KINDS, pair[0]))
         first, _, rest = error.message.partition("\n")
         alike = [r for r, e in raised if e.message.partition("\n")[0] == first]
         kind = _KINDS.get(_name(error), "harness")
-        details = [error.traceback if kind == "harness" else rest, *map(_waiting, blocked)]
-        return [_finding(kind, _said(error, first, _ranks(alike, size)), rank, mesh, "\n".join(filter(None, details)))]
+        traced = [error.traceback if kind == "harness" else rest, *map(_waiting, blocked)]
+        return [_finding(kind, _said(error, first, _ranks(alike, size)), rank, mesh, "\n".join(filter(None, traced)))]
     rank = blocked[0][0]
     returned = [r for r in range(size) if r not in dict(blocked)]
     who = f"{_ranks([r for r, _ in blocked], size)} did not finish" if returned else "no rank finished"

@@ -30,10 +30,12 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended. code: its exit code, or minus the signal that killed it; description: in words."""
+    """The rank's process ended. code: its exit code, or minus the signal that killed it; description: in words.
+    last_collective: as of `Blocked`."""
 
     code: int
     description: str
+    last_collective: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _say(rank: Ending) -> str:
             return "returned"
         case Raised(type_name, message, _):
             return f"raised {type_name}: {message}"
-        case Died(_, description):
+        case Died(_, description, _):
             return description
         case Blocked(_, last_collective):
             return f"never finished (last collective: {last_collective or 'none'})"

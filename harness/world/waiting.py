@@ -103,7 +103,8 @@ class _Answers:
             self.seconds.append(seconds)
             self.spoiled |= spoiled
         elif rank in self._crew.codes:
-            self.endings[rank] = Died(self._crew.codes[rank], self._crew.how_ended(rank))
+            last = self._crew.slots.read(rank)
+            self.endings[rank] = Died(self._crew.codes[rank], self._crew.how_ended(rank), last)
         self.trouble |= isinstance(self.endings.get(rank), Raised | Died)
 
 

@@ -75,6 +75,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
         answer = _run(job["function"], job["args"], context)
         seconds = time.monotonic() - began
         _flush()
+        slots.clear(rank)  # a death between jobs is no matter of this one
         _answer(link, "done", (job["number"], answer, seconds, base.spoiled()))
 
 

@@ -159,6 +159,7 @@ def all_raise(context: RankContext) -> None:
 
 
 def dies_on_rank_1(context: RankContext, how: str) -> None:
+    dist.all_reduce(torch.ones(3))
     if context.rank == 1:
         if how == "exit":
             os._exit(7)

@@ -203,6 +203,7 @@ def test_a_default_group_that_is_gone_is_there_again_in_the_next_case() -> None:
 def test_a_death_is_a_crash(name: str, message: str) -> None:
     finding = only_finding(f"dying.py:{name}")
     assert (finding.kind, finding.message) == ("crash", message)
+    assert re.match(r"rank \d died, last collective: (none|all_reduce)", finding.details)
 
 
 def test_a_blocked_rank_shows_where_it_waits() -> None:

@@ -111,7 +111,8 @@ def test_ranks_cannot_start_ranks(pair: Pool) -> None:
 def test_a_death(pair: Pool, how: str, code: int, description: str) -> None:
     outcome = pair.run(on_rank.dies_on_rank_1, how)
     assert outcome.kind == "crash"
-    assert outcome.ranks[1] == Died(code, description)
+    last = "all_reduce on group [0, 1], float32, 3 elements, 1st collective of this rank"
+    assert outcome.ranks[1] == Died(code, description, last)
     assert not isinstance(outcome.ranks[0], Returned | Died), "its partner waits, or sees the connection break"
     assert outcome.seconds < pair.deadline / 2
 
