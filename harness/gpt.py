@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from harness.candidate import require_callables
 from reference.layout import Layout, placements
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class Gpt:
     ) -> None:
         for layout in layouts.values():
             placements(layout)  # refuses what is not a layout
+        if step is None:
+            raise TypeError("Gpt(None, ...): expected a function, which runs a step")
+        require_callables("Gpt", {"step": step, "loaded": loaded, "read_grad": read_grad, "close": close})
         self.step = step
         self.parameters = dict(parameters)
         self.layouts = dict(layouts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from harness.candidate import require_callables
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +31,10 @@ class Pipeline:
         read_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
+        if step is None:
+            raise TypeError("Pipeline(None): expected a function, which runs a step")
+        functions = {"step": step, "zero_grad": zero_grad, "read_grad": read_grad, "close": close}
+        require_callables("Pipeline", functions)
         self.step = step
         self.zero_grad = zero_grad
         self.read_grad = read_grad

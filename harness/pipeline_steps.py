@@ -82,7 +82,8 @@ class _Run:
         for step in range(case.steps):
             self._step(step)
             if one is not None and case.update == "none":
-                self._compare(one.step(step), step)
+                with torch.enable_grad():  # as it was before the candidate
+                    self._compare(one.step(step), step)
         if self.pipeline.close is not None:
             with phase("close"):
                 self.pipeline.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,17 +145,25 @@ def lists(
     placement: Placement | None = None,
     receives: Receives = "wait",
 ) -> Lists:
-    """The lists as numbers. Raises ValueError for a kind that there is not, and for a placement without every stage.
+    """The lists as numbers. Raises ValueError for a kind that there is not, for a placement without every stage, and
+    for messages where ``receives`` says that there are none.
 
     ``actions`` may hold any objects that have the attributes of an `Action`.
     """
+    if receives not in get_args(Receives):
+        raise ValueError(f"receives is {receives!r}: expected one of {', '.join(get_args(Receives))}")
     placed = case.placement if placement is None else placement
     require_placement(case, placed)
     if len(actions) != case.stages:
         raise ValueError(f"there are {len(actions)} lists: expected one for each of the {case.stages} ranks")
-    return Lists(
-        case.micro_batches, placed, tuple(as_numbers(rank, found) for rank, found in enumerate(actions)), receives
-    )
+    found = tuple(as_numbers(rank, one) for rank, one in enumerate(actions))
+    for rank, one in enumerate(found) if receives == "none" else ():
+        for position in np.flatnonzero(np.isin(one[:, 0], (RF, SF, RB, SB)))[:1]:
+            raise ValueError(
+                f"rank {rank}, position {position}: a {ACTION_KINDS[one[position, 0]]}, although receives is 'none': "
+                "say what receives do, or leave messages out of the lists"
+            )
+    return Lists(case.micro_batches, placed, found, receives)
 
 
 def as_numbers(rank: int, actions: Sequence[Action]) -> Array:
@@ -170,14 +178,18 @@ def as_numbers(rank: int, actions: Sequence[Action]) -> Array:
         pass
     for position, action in enumerate(actions):
         kind, *places = (getattr(action, name, None) for name in ("kind", "chunk", "micro_batch"))
-        whole = all(isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62 for x in places)
-        if kind not in ACTION_KINDS or not whole:
+        if kind not in ACTION_KINDS or not all(_is_whole(x) and abs(x) < 2**62 for x in places):
             raise ValueError(
                 f"rank {rank}, position {position}: {action!r} is no action: expected a kind of "
                 f"{', '.join(ACTION_KINDS)}, and a chunk and a micro-batch, whole numbers"
             )
     rows = [(number[a.kind], int(a.chunk), int(a.micro_batch)) for a in actions]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _is_whole(x: object) -> TypeGuard[int]:
+    """Whether it is a whole number, one of numpy's too."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool | np.bool_)
 
 
 def require_placement(case: ScheduleCase, placement: Placement) -> None:

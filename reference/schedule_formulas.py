@@ -30,6 +30,7 @@ activation is held until the gradient of the weights is computed. The others hav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from reference.schedule import ScheduleCase
@@ -49,15 +50,23 @@ def idle_share(case: ScheduleCase) -> Fraction:
     return 1 - Fraction(2 * case.chunks * case.micro_batches, span(case, 1, 1))
 
 
-def most_in_flight(case: ScheduleCase, rank: int) -> int | None:
-    """How many chunks' activations a rank may hold at once; None for a kind that has no formula."""
+def place_of(case: ScheduleCase, stages: Sequence[int]) -> int | None:
+    """The place in the pipeline of a rank with these stages, wherever its number is; None where they do not follow each
+    other once round."""
+    first = min(stages)
+    return first if sorted(stages) == list(range(first, case.stages * case.chunks, case.stages)) else None
+
+
+def most_in_flight(case: ScheduleCase, rank: int | None) -> int | None:
+    """How many chunks' activations a rank may hold at once; None for a kind that has no formula. rank: its place in the
+    pipeline, see `place_of`."""
     p, v, m = case.stages, case.chunks, case.micro_batches
     match case.kind:
         case "gpipe":
             return v * m
-        case "1f1b":
+        case "1f1b" if rank is not None:
             return min(m, p - rank)
-        case "interleaved":
+        case "interleaved" if rank is not None:
             groups = max(1, m // p)
             largest = -(-m // groups)
             return min(v * m, (v - 1) * largest + 2 * (p - 1 - rank) + 1)

@@ -20,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 
 from reference.schedule import BI, BW, Array, B, F, Lists, ScheduleCase
-from reference.schedule_formulas import EXACT, idle_share, most_in_flight, span
+from reference.schedule_formulas import EXACT, idle_share, most_in_flight, place_of, span
 from reference.schedule_messages import broken_messages
 from reference.schedule_run import UNITS, Run, Stuck, Units, run
 from reference.schedule_tables import Broken, Tables, more, unknown_actions
@@ -55,7 +55,7 @@ def check(case: ScheduleCase, lists: Lists, units: Units = UNITS) -> Checked:
     if isinstance(ran, Stuck):
         return Checked((Broken("progress", ran.message, ran.rank, ran.position),))
     held = [_held(actions) for actions in lists.actions]
-    broken = (*_too_many(case, held), *_idle(case, ran, units))
+    broken = (*_too_many(case, lists, held), *_idle(case, ran, units))
     return Checked(broken, tuple(int(of_rank.max(initial=0)) for of_rank in held), ran)
 
 
@@ -113,9 +113,9 @@ def _held(actions: Array) -> Array:
     return np.cumsum((kind == F).astype(int) - (kind == B) - (kind == BW))
 
 
-def _too_many(case: ScheduleCase, held: list[Array]) -> Iterator[Broken]:
+def _too_many(case: ScheduleCase, lists: Lists, held: list[Array]) -> Iterator[Broken]:
     for rank, of_rank in enumerate(held):
-        most = most_in_flight(case, rank)
+        most = most_in_flight(case, place_of(case, lists.placement[rank]))
         beyond = np.flatnonzero(of_rank > most) if most is not None else np.empty(0)
         if beyond.size:
             at = int(beyond[0])

@@ -196,7 +196,7 @@ class _Run:
             return
         try:
             what()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the others wait, whatever way out it takes
             trace = "".join(traceback.format_exception(error)).rstrip()
             module = type(self.pipeline.stages[action.chunk].module).__name__
             self.failure = _Failure(

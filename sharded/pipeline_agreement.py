@@ -15,6 +15,9 @@ from torch.distributed import ProcessGroup
 
 from sharded.wire import all_gather_single
 
+#: In place of a number of micro-batches, where a rank was given none.
+_NONE = -(2**40)
+
 #: Shape and dtype of a tensor; None for a dimension of any length.
 Declaration = tuple[tuple[int | None, ...], torch.dtype]
 
@@ -72,9 +75,12 @@ def agreed_step(
     counts += [] if micro_batches is None else [micro_batches]
     missing = (first and inputs is None) or (last and targets is None)
     smallest = min((x.shape[0] for one in inputs or () for x in one if x.dim()), default=1)
-    low, high = min(counts, default=-1), max(counts, default=-1)
+    low, high = min(counts, default=_NONE), max(counts, default=_NONE)
     rows = _gathered([low, high, int(missing), smallest], group)
     ranks = dist.get_process_group_ranks(group)
+    given = {low for low, *_ in rows} - {_NONE}
+    if given and max(given) < 1:
+        raise ValueError(f"{min(given)} micro-batches on every rank: expected at least 1")
     for rank, (_, _, lacks, _) in zip(ranks, rows, strict=True):
         if lacks:
             raise ValueError(
@@ -83,11 +89,9 @@ def agreed_step(
     lows, highs = [row[0] for row in rows], [row[1] for row in rows]
     if len({*lows, *highs}) > 1:
         raise ValueError(
-            f"the ranks {ranks} were given {[sorted({a, b}) for a, b in zip(lows, highs, strict=True)]} micro-batches: "
+            f"the ranks {ranks} were given {[_counts(*both) for both in zip(lows, highs, strict=True)]} micro-batches: "
             "expected the same number on all, of inputs and of targets; where a rank has neither, pass micro_batches="
         )
-    if lows[0] < 1:
-        raise ValueError(f"{max(0, lows[0])} micro-batches on every rank: expected at least 1")
     for rank, row in zip(ranks, rows, strict=True):
         if row[3] < 1:
             raise ValueError(
@@ -95,6 +99,10 @@ def agreed_step(
                 f"{lows[0]} samples; take fewer micro-batches or a larger batch"
             )
     return lows[0]
+
+
+def _counts(low: int, high: int) -> list[int] | None:
+    return None if low == _NONE else sorted({low, high})
 
 
 def _gathered(row: Sequence[int], group: ProcessGroup) -> list[list[int]]:

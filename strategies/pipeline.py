@@ -45,6 +45,8 @@ FEATURES = {
 }
 
 MOST_MICRO_BATCHES, MOST_SAMPLES, MOST_TOKENS, MOST_FEATURES, MOST_CHUNKS, MOST_BLOCKS = 6, 3, 3, 4, 3, 4
+#: In one case of twelve, of one sample each: buffers that go round come round only then.
+MANY_MICRO_BATCHES = 20
 #: Stages in all: a case runs them on every rank beside its own, for comparison.
 _MOST_STAGES = 12
 _EXACT = ("lattice",) * 8 + ("constant_per_rank", "zeros")
@@ -65,7 +67,8 @@ def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
     chunks = _chunks(draw, schedule, p, scope)
     recipes = draw(_recipes())
     dtype = draw(st.sampled_from(scope.dtypes))
-    micro_batches = _micro_batches(draw, schedule, p, scope)
+    many = one_in(draw, 12)
+    micro_batches = _micro_batches(draw, schedule, p, scope, MANY_MICRO_BATCHES if many else MOST_MICRO_BATCHES)
     length = draw(st.integers(1, MOST_TOKENS))
     steps = draw(st.integers(1, 2)) if scope.has("pipeline_steps") else 1
     several = len(mesh.axes) == 2 and mesh.size > p
@@ -80,7 +83,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
         blocks=blocks,
         depths=tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))),
         widths=_widths(draw, p * chunks, scope),
-        sizes=_sizes(draw, micro_batches, scope),
+        sizes=(1,) * micro_batches if many else _sizes(draw, micro_batches, scope),
         length=length,
         counts=tuple(draw(st.lists(st.integers(0, length), min_size=1, max_size=6))),
         steps=steps,
@@ -109,12 +112,12 @@ def _chunks(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
     return draw(st.integers(min(2, most), most))
 
 
-def _micro_batches(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope) -> int:
+def _micro_batches(draw: st.DrawFn, schedule: Schedule, p: int, scope: Scope, most: int) -> int:
     divisible = schedule in ("interleaved", "interleaved_zero_bubble") and not scope.has("pipeline_interleaved_any")
     if divisible:
-        return p * draw(st.integers(1, max(1, MOST_MICRO_BATCHES // p)))
+        return p * draw(st.integers(1, max(1, most // p)))
     least = 1 if scope.has("pipeline_few") else p
-    return draw(st.integers(least, max(least, MOST_MICRO_BATCHES)))
+    return draw(st.integers(least, max(least, most)))
 
 
 def _sizes(draw: st.DrawFn, micro_batches: int, scope: Scope) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ def simpler(case: PipelineCase, scope: Scope) -> Iterator[PipelineCase]:
     for name in ("blocks", "depths", "widths", "counts", "sizes"):
         values = getattr(case, name)
         yield from _SIMPLER.changed(case, scope, **{name: values[:1]})
+        yield from _SIMPLER.changed(case, scope, **{name: values[: len(values) // 2]})
         for i in range(len(values)):
             yield from _SIMPLER.changed(case, scope, **{name: values[:i] + values[i + 1 :]})
             if name == "blocks":

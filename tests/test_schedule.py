@@ -42,7 +42,8 @@ CASE = ScheduleCase("1f1b", 3, 2)
 
 
 def test_an_adapter_of_orders_alone_holds() -> None:
-    assert verdict_on("Right", CASE).holds
+    for name in ("Right", "Numpy", "Backwards"):
+        assert verdict_on(name, CASE).holds, name
     assert verdict_on("Right", ScheduleCase("gpipe", 2, 2)).rejected == "1F1B only"
     assert verdict_on("NoneAtAll", CASE).rejected == "it has no 1f1b schedule"
 
@@ -51,9 +52,12 @@ def test_an_adapter_of_orders_alone_holds() -> None:
     ("name", "kind", "says"),
     [
         ("ListsAlone", "mismatch", "rank 0: the send of the activation of micro-batch 0 on stage 0 is missing"),
-        ("NoLists", "mismatch", "wrong result on rank 0: schedule returned 3; expected lists of actions"),
-        ("NoActions", "mismatch", "cannot be read: rank 0, position 0: 'forward' is no action"),
-        ("Misplaced", "mismatch", "the placement has stages [0, 0, 0]: expected each of 0 to 2 once"),
+        ("NoLists", "error", "the adapter does not fit on rank 0: schedule returned 3; expected lists of actions"),
+        ("Text", "error", "schedule returned 'F0 F1 B0'; expected lists of actions"),
+        ("Misspelt", "error", "receives is 'waits': expected one of wait, posted, none"),
+        ("MessagesThoughNone", "error", "rank 1, position 0: a recv_forward, although receives is 'none'"),
+        ("NoActions", "error", "cannot be read: rank 0, position 0: 'forward' is no action"),
+        ("Misplaced", "error", "the placement has stages [0, 0, 0]: expected each of 0 to 2 once"),
         ("Raises", "error", "the candidate raised in schedule on rank 0: RuntimeError: no such luck"),
         ("Uncounted", "mismatch", "rank 0, position 4: backward of micro-batch 2, but there are 2 micro-batches"),
         ("AllForwardsFirst", "mismatch", "rank 2, position 1: 2 activations are in flight"),

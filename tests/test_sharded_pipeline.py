@@ -127,6 +127,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, Check]:
     return {
         "none": lambda: step(["ValueError: 0 micro-batches on every rank: expected at least 1"], [], []),
         "small": lambda: step(["has no sample", "3 micro-batches need a batch of at least 3"], empty, masks),
+        "negative": lambda: step(["ValueError: -2 micro-batches on every rank: expected at least 1"], None, None, -2),
         "missing": lambda: step(["rank 0 was given no inputs or no targets"], None, None, 2),
         "differing": lambda: step(
             ["were given", "micro-batches: expected the same number on all"],
@@ -148,12 +149,20 @@ def refusals(group: dist.ProcessGroup) -> dict[str, Check]:
             group, Steps("interleaved", 2, fails=n, fails_at=0), f"stage {n} (Part) on rank 0"
         ),
         "raises in backward": lambda: failing(group, Steps(), "in the backward of micro-batch 0", NoBackward),
+        "exits in forward": lambda: failing(group, Steps(), "SystemExit: enough", Exits),
     }
 
 
 class NotATensor(Part):
     def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> Any:
         return "x" if self.number == 0 else super().forward(x, *rest)
+
+
+class Exits(Part):
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> Any:
+        if self.number == 0:
+            raise SystemExit("enough")
+        return super().forward(x, *rest)
 
 
 class NoBackward(Part):

@@ -87,6 +87,7 @@ def evidence_of(
     *,
     others: Mapping[str, Values] | None = None,
     micro_batches: int = 1,
+    counts: Mapping[str, int] | None = None,
     suspects: Callable[[], Sequence[Suspect]] = tuple,
 ) -> Evidence | None:
     """The evidence in what the ranks observed; arguments as in `Evidence` and `harness.oracle.compare.compare_exact`.
@@ -99,4 +100,6 @@ def evidence_of(
     got = held_values(name, want.shape, layout, dtype, mesh, observed)
     if isinstance(got, Finding):
         return None
-    return Evidence(name, want, layout, mesh, tuple(got), tolerance, dtype, others or {}, micro_batches, suspects)
+    return Evidence(
+        name, want, layout, mesh, tuple(got), tolerance, dtype, others or {}, micro_batches, counts or {}, suspects
+    )

@@ -41,8 +41,9 @@ def judge(case: GptCase, description: Description, want: dict[str, Want], worlds
     found = forms_of(list(want), _loss_cut(case), case.format, in_fp32, seen[0])
     forms = {name: Form(_each(case, form.layout), form.dtype) for name, form in found.items()}
     why = explanation(
-        forms, case.mesh, seen, expected(case, given), case.micro_batches, lambda name: suspects(case, given, name)
-    )
+        forms, case.mesh, seen, expected(case, given), case.micro_batches, lambda name: suspects(case, given, name),
+        {"query heads that share a key-value head": case.heads // case.kv_heads, "layers": case.layers},
+    )  # fmt: skip
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
     return replace(verdict, findings=(*verdict.findings, *_copies_differ(case, seen)))
 

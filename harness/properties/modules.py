@@ -71,15 +71,16 @@ def explanation(
     others: Mapping[str, torch.Tensor | None],
     micro_batches: int,
     suspects: Callable[[str], Sequence[Suspect]] = lambda name: (),
+    counts: Mapping[str, int] | None = None,
 ) -> Callable[[str, Values, Values | None], Diagnosis | None]:
     """Says why a result is wrong: by the general patterns, and by the subject's own suspects. others: tensors of the
-    case that a wrong result may be equal to."""
+    case that a wrong result may be equal to. counts: as of `Evidence`."""
     values = {name: one.to(torch.float64).numpy() for name, one in others.items() if one is not None}
 
     def why(name: str, want: Values, tolerance: Values | None) -> Diagnosis | None:
         evidence = evidence_of(
             name, observed, forms[name].layout, mesh, want, tolerance, forms[name].dtype,
-            others=values, micro_batches=micro_batches, suspects=lambda: suspects(name),
+            others=values, micro_batches=micro_batches, counts=counts, suspects=lambda: suspects(name),
         )  # fmt: skip
         return None if evidence is None else diagnose(evidence)
 

@@ -15,7 +15,7 @@ from harness.oracle.compare import same_bits
 from harness.pipeline_steps import BITS, DRAWS, IN_FLIGHT, attempt, run
 from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, forms_of, wanted
-from harness.properties.pipeline_suspects import suspects
+from harness.properties.pipeline_suspects import suspects, without_tying
 from harness.properties.pipeline_traffic import judge_borders
 from harness.properties.refusal import REFUSED, judge_refusal
 from harness.properties.tensors import Want, judge_tensors
@@ -61,7 +61,7 @@ def judge(case: PipelineCase, description: Description, want: dict[str, Want], w
     why = explanation(forms, case.mesh, seen, others, case.micro_batches, lambda name: suspects(case, given, name))
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
     findings = (
-        *verdict.findings,
+        *without_tying(verdict.findings, [block.copy for block in tied(case)]),
         *_copies_differ(case, seen),
         *(_other_bits(case, seen) if SAME_BITS in description.supports else ()),
         *_draws_again(case, seen),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from harness.oracle.diagnose import POSSIBLE
 from harness.oracle.patterns.evidence import Suspect
+from harness.verdict import Finding
 from reference.pipeline import PipelineCase, Tensors
 from reference.pipeline_gradients import at_start, micro_batch, summed_over_copies, token_weights, updated
 from reference.pipeline_stages import parameters, starts, tied, valid_tokens
@@ -20,6 +23,23 @@ def suspects(case: PipelineCase, given: Tensors, name: str) -> list[Suspect]:
     if step and (case.update == "sharded" or case.accumulate):
         return []
     return list(_Suspected(case, given, base, step).all())
+
+
+def without_tying(findings: Sequence[Finding], copies: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings; where other parameters are wrong too, no mistake of tying is the cause: it changes no others."""
+    wrong = {str(one.tensor).partition("[")[0] for one in findings if one.kind == "mismatch" and one.tensor}
+    if wrong - {"loss"} <= set(copies):
+        return tuple(findings)
+    return tuple(
+        replace(one, cause=None, details=f"{POSSIBLE}: {one.cause}\n{one.details}".rstrip())
+        if one.cause and any(words in one.cause for words in _OF_TYING)
+        else one
+        for one in findings
+    )
+
+
+#: How the causes of `_Suspected._tied` can be told.
+_OF_TYING = ("is that of this stage's copy alone", "is that of the copy on stage", "is summed over the")
 
 
 class _Suspected:

@@ -10,7 +10,7 @@ from typing import Any
 import strategies.schedule
 from harness.candidate import NotOffered
 from harness.find import Spec
-from harness.local import WrongResult
+from harness.local import WrongAdapter
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
 from harness.schedule import PipelineSchedule
@@ -30,12 +30,15 @@ def on_rank(context: RankContext, spec: Spec, case: ScheduleCase) -> Observation
     if found is None:
         raise NotOffered(f"it has no {case.kind} schedule")
     made = found if isinstance(found, PipelineSchedule) else PipelineSchedule(found)
+    given: object = made.actions
     try:
+        if isinstance(given, str | bytes):
+            raise TypeError("a text is no list of lists")
         numbers = lists(case, made.actions, made.placement, made.receives)
     except TypeError as error:
-        raise WrongResult(f"schedule returned {reprlib.repr(found)}; expected lists of actions") from error
+        raise WrongAdapter(f"schedule returned {reprlib.repr(found)}; expected lists of actions") from error
     except ValueError as error:
-        raise WrongResult(f"what schedule returned cannot be read: {error}") from error
+        raise WrongAdapter(f"what schedule returned cannot be read: {error}") from error
     return Observation(facts={f.name: getattr(numbers, f.name) for f in dataclasses.fields(numbers)})
 
 

@@ -107,8 +107,9 @@ def judge(case: TransformerCase, description: Description, want: dict[str, Want]
         with one_thread():
             others = {**given, **expected(case, given)}
             explain = explanation(
-                forms, case.mesh, worlds[0], others, len(case.leading), lambda name: suspects(case, given, name)
-            )
+                forms, case.mesh, worlds[0], others, len(case.leading), lambda name: suspects(case, given, name),
+                {"query heads that share a key-value head": case.heads // case.kv_heads},
+            )  # fmt: skip
             return explain(name, values, tolerance)
 
     verdict = judge_tensors(want, forms, case.mesh, worlds[0], why)

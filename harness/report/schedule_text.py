@@ -8,7 +8,7 @@ from rich.text import Text
 
 from harness.report.console import print_line
 from reference.schedule import BI, BW, B, F, Lists, ScheduleCase
-from reference.schedule_formulas import EXACT, idle_share, most_in_flight, span
+from reference.schedule_formulas import EXACT, idle_share, most_in_flight, place_of, span
 from reference.schedule_rules import Checked, say
 from reference.schedule_run import UNITS, Run, rendezvous
 from reference.schedule_tables import Tables
@@ -30,7 +30,7 @@ def print_schedule(console: Console, case: ScheduleCase, lists: Lists, checked: 
     if checked.run is None or checked.in_flight is None:
         return
     _print_time(console, lists, checked.run)
-    _print_ranks(console, case, checked.in_flight, checked.run)
+    _print_ranks(console, case, lists, checked.in_flight, checked.run)
     units, expected = f"{checked.run.span} units of time", span(case, UNITS.forward, UNITS.backward)
     bound = "formula" if case.kind in EXACT else "whole backwards"
     print_line(console, f"idle share {say(checked.run.idle_share)}, {bound} {say(idle_share(case))}")
@@ -111,11 +111,11 @@ def _row(lists: Lists, run: Run, rank: int, width: int, units: int) -> Text:
     return row
 
 
-def _print_ranks(console: Console, case: ScheduleCase, in_flight: tuple[int, ...], run: Run) -> None:
+def _print_ranks(console: Console, case: ScheduleCase, lists: Lists, in_flight: tuple[int, ...], run: Run) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("rank", "most in flight", "formula", "busy", "idle"):
         table.add_column(column, justify="right")
     for rank, (most, busy) in enumerate(zip(in_flight[:_MOST_RANKS], run.busy, strict=False)):
-        formula = most_in_flight(case, rank)
+        formula = most_in_flight(case, place_of(case, lists.placement[rank]))
         table.add_row(str(rank), str(most), "" if formula is None else str(formula), str(busy), str(run.span - busy))
     console.print(table)

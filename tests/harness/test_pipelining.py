@@ -10,8 +10,10 @@ import pytest
 from test_training import said
 
 from harness.bench import Bench
+from harness.oracle.diagnose import POSSIBLE
 from harness.properties import property_of
-from harness.verdict import Verdict
+from harness.properties.pipeline_suspects import without_tying
+from harness.verdict import Finding, Verdict
 from reference.mesh import Mesh
 from reference.pipeline import Block, PipelineCase, PipelineRecipes
 from reference.recipe import Recipe
@@ -48,6 +50,7 @@ CASES = {
     "two axes": dataclasses.replace(PLAIN, mesh=Mesh.of(dp=2, pp=2)),
     "sharded": dataclasses.replace(TIED, mesh=Mesh.of(dp=2, pp=2), update="sharded"),
     "chunks": dataclasses.replace(PLAIN, schedule="interleaved", chunks=2, skip="every", ids=True),
+    "many": dataclasses.replace(PLAIN, sizes=(1,) * 10),
     "none": dataclasses.replace(PLAIN, invalid="no_micro_batches", sizes=()),
     "small": dataclasses.replace(PLAIN, invalid="small_batch", sizes=(1, 0)),
     "more chunks": dataclasses.replace(PLAIN, invalid="chunks"),
@@ -94,6 +97,10 @@ def test_the_shipped_candidate_is_right(benches: dict[str, Bench], name: str) ->
         ("ChangesTheInput", "plain", "changed input[0] in place"),
         ("SendsMore", "plain", "more traffic than needed: rank 0 (pp=0) sends 1 float32 elements to pp=1, where 0"),
         ("Reduces", "plain", "no such reduction along pp is due"),
+        ("Switches", "plain", "left gradients switched off"),
+        ("RingOfEight", "many", "differs from one process"),
+        ("NoStep", "plain", "Pipeline(None): expected a function, which runs a step"),
+        ("ZeroesText", "plain", "Pipeline(..., zero_grad='now'): expected a function"),
         ("SameMasks", "drops", "where 4 are due: micro-batches share them"),
         ("LastBit", "rounds", "has other bits on rank 0 (pp=0) than in one process"),
         ("LastBitRecomputed", "rounds, recomputed", "has other bits with recomputation than without"),
@@ -114,6 +121,20 @@ def test_the_shipped_candidate_is_right(benches: dict[str, Bench], name: str) ->
 def test_a_fault_is_told(benches: dict[str, Bench], candidate: str, case: str, words: str) -> None:
     verdict = verdict_of(benches, candidate, case)
     assert words in said(verdict), said(verdict)
+
+
+def test_a_mistake_of_tying_is_no_cause_where_other_parameters_are_wrong() -> None:
+    copy = Finding(
+        "mismatch", "x", tensor="tied0[0].grad", cause="rank 0's tied0[0].grad is that of the copy on stage 1 alone"
+    )
+    other = Finding("mismatch", "y", tensor="tied1[0].grad")
+    loss, bias = Finding("mismatch", "z", tensor="loss[0]"), Finding("mismatch", "b", tensor="bias0[0].grad")
+    copies = ("tied0", "tied1")
+    assert without_tying((copy, other, loss), copies) == (copy, other, loss)
+    told, *rest = without_tying((copy, bias), copies)
+    assert told.cause is None
+    assert told.details == f"{POSSIBLE}: {copy.cause}"
+    assert rest == [bias]
 
 
 def test_the_engine_of_the_documentation_holds(benches: dict[str, Bench]) -> None:

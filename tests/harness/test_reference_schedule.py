@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import strategies.schedule
 from reference.schedule import Action, Lists, ScheduleCase, ScheduleKind, lists, looped, v_shaped
-from reference.schedule_formulas import idle_share, most_in_flight, span
+from reference.schedule_formulas import idle_share, most_in_flight, place_of, span
 from reference.schedule_rules import check
 from reference.schedule_run import Stuck, Units, rendezvous
 from reference.schedule_tables import Tables
@@ -248,6 +248,18 @@ def test_too_many_in_flight() -> None:
     (broken,) = check(case, lists(case, made(replace(case, kind="gpipe")))).broken
     assert broken.message == ("rank 0, position 4: 3 activations are in flight, 3 at most; 1f1b holds at most 2 there")
     assert broken.rule == "in flight"
+
+
+def test_the_place_of_a_rank_is_that_of_its_stages() -> None:
+    case = ScheduleCase("interleaved", 3, 6, 2)
+    assert [place_of(case, stages) for stages in ((0, 3), (4, 1), (2, 5))] == [0, 1, 2]
+    assert place_of(case, (0, 5)) is None
+    assert [most_in_flight(case, place) for place in (0, 2, None)] == [8, 4, None]
+    numbered_backwards = tuple(stages for stages in case.placement[::-1])
+    found = check(case, lists(case, made(case)[::-1], numbered_backwards))
+    assert found.broken == ()
+    crossed = ((0, 4), (1, 3), (2, 5))
+    assert most_in_flight(case, place_of(case, crossed[0])) is None, "no formula, and no verdict"
 
 
 def test_a_rank_that_is_idle_for_longer() -> None:

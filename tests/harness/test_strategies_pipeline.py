@@ -75,6 +75,7 @@ def no_valid_token_in_some(case: PipelineCase) -> bool:
         lambda case: case.parallel_size == 1 and case.chunks > 1,
         lambda case: case.parallel_size == 2 and case.chunks > 1,
         lambda case: case.micro_batches == 1,
+        lambda case: case.micro_batches > 8 and case.parallel_size > 1 and case.chunks > 1,
         lambda case: len({len(blocks_of(case, stage)) for stage in range(case.stages)}) > 1,
         lambda case: any(not any(b.source is not None for b in blocks_of(case, s)) for s in range(case.stages)),
         lambda case: len({one.stage for one in tied(case)}) > 2 and case.parallel_size > 2,

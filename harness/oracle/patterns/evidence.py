@@ -43,8 +43,9 @@ class Evidence:
     rank, summed over the axes that the layout declares partial. tolerance: how far off an element may be, of the global
     shape, or None where it must be exact; infinite where any value is right. dtype: torch's name of the dtype that the
     ranks hold. others: global values of other tensors of the case, by name; parameters come before what is made of
-    them. micro_batches: their number. suspects: makes the subject's own explanations, called when they are needed.
-    margin: of bits, for an explanation to be said.
+    them. micro_batches: their number. counts: other numbers of the case by which a factor may come about, by name, for
+    example ``query heads that share a key-value head``. suspects: makes the subject's own explanations, called when
+    they are needed. margin: of bits, for an explanation to be said.
 
     Raises ValueError where the shapes do not fit each other.
     """
@@ -58,6 +59,7 @@ class Evidence:
     dtype: str = "float64"
     others: Mapping[str, Values] = field(default_factory=dict)
     micro_batches: int = 1
+    counts: Mapping[str, int] = field(default_factory=dict)
     suspects: Callable[[], Sequence[Suspect]] = tuple
     margin: float = MARGIN
 
@@ -122,9 +124,9 @@ class Evidence:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Those and the number of ``micro-batches``: what a wrong factor may come from."""
-        more = {"micro-batches": self.micro_batches} if self.micro_batches > 1 else {}
-        return {**self.group_sizes, **more}
+        """Those, the number of ``micro-batches`` and the other counts: what a wrong factor may come from."""
+        more = {"micro-batches": self.micro_batches, **self.counts}
+        return {**self.group_sizes, **{name: count for name, count in more.items() if count > 1}}
 
     def local(self, values: Values) -> tuple[Values, ...]:
         """Each rank's window of an array of the global shape."""

@@ -50,5 +50,5 @@ def on_ranks(evidence: Evidence, found: Sequence[int]) -> str:
 def called(evidence: Evidence, value: float) -> str | None:
     """What has this size: ``the size of tp or the number of micro-batches``; None if nothing does."""
     names = [name for name, size in evidence.sizes.items() if size == value]
-    texts = [f"the number of {name}" if name == "micro-batches" else f"the size of {name}" for name in names]
+    texts = [f"the size of {name}" if name in evidence.group_sizes else f"the number of {name}" for name in names]
     return listed(texts, "or") if texts else None

@@ -130,6 +130,37 @@ class Reduces(_Changed):
         return found
 
 
+class Switches(_Changed):
+    """Leaves gradients switched off."""
+
+    def step(self, case: Any, step: Any, inputs: Any, valid: Any) -> Any:
+        found = step(inputs, valid)
+        torch.set_grad_enabled(False)
+        return found
+
+
+class RingOfEight(_Changed):
+    """Buffers for eight micro-batches, used round and round: the ninth has the inputs of the first."""
+
+    def step(self, case: Any, step: Any, inputs: Any, valid: Any) -> Any:
+        for x in inputs:
+            parts = x.split(case.sizes)
+            for m in range(8, len(parts)):
+                if parts[m].shape == parts[m - 8].shape:
+                    parts[m].copy_(parts[m - 8])
+        return step(inputs, valid)
+
+
+class NoStep(_Changed):
+    def change(self, case: Any, stages: Any, made: Pipeline) -> Any:
+        return Pipeline(None)  # type: ignore[arg-type]
+
+
+class ZeroesText(_Changed):
+    def change(self, case: Any, stages: Any, made: Pipeline) -> Any:
+        return Pipeline(made.step, zero_grad="now")  # type: ignore[arg-type]
+
+
 class SameMasks(_Changed):
     def change(self, case: Any, stages: Any, made: Pipeline) -> Any:
         for stage in stages:

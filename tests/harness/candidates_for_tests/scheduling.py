@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from harness import Candidate, NotOffered, PipelineSchedule
 from reference.schedule import Action, ScheduleCase
 
@@ -71,6 +73,41 @@ class Uncounted(Right):
         for rank, actions in enumerate(found):
             actions += [Action("backward", k) for k in range(case.micro_batches, case.stages - rank)]
         return PipelineSchedule(found, receives="none")
+
+
+class Misspelt(Right):
+    """What its receives do is none of the words for it."""
+
+    def schedule(self, case: ScheduleCase) -> Any:
+        return PipelineSchedule(orders(case), receives="waits")  # type: ignore[arg-type]
+
+
+class MessagesThoughNone(Right):
+    def schedule(self, case: ScheduleCase) -> Any:
+        found = orders(case)
+        found[1].insert(0, Action("recv_forward", 0))
+        return PipelineSchedule(found, receives="none")
+
+
+class Text(Right):
+    def schedule(self, case: ScheduleCase) -> Any:
+        return "F0 F1 B0"
+
+
+class Numpy(Right):
+    """Numbers of another library."""
+
+    def schedule(self, case: ScheduleCase) -> Any:
+        found = [[Action(a.kind, np.int64(a.micro_batch), np.int32(a.chunk)) for a in one] for one in orders(case)]  # type: ignore[arg-type]
+        return PipelineSchedule(found, receives="none")
+
+
+class Backwards(Right):
+    """The last rank has the first stage."""
+
+    def schedule(self, case: ScheduleCase) -> Any:
+        placement = tuple((stage,) for stage in range(case.stages))[::-1]
+        return PipelineSchedule(orders(case)[::-1], placement=placement, receives="none")
 
 
 class AllForwardsFirst(Right):
