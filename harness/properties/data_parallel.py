@@ -10,13 +10,12 @@ import strategies.data_parallel
 from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
-from harness.oracle.compare import same_bits
 from harness.properties.base import Description, Property, World
 from harness.properties.data_parallel_suspects import suspects
 from harness.properties.data_parallel_traffic import judge_reductions
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.refusal import judge_refusal
-from harness.properties.tensors import Want, judge_tensors
+from harness.properties.tensors import Want, judge_tensors, other_bits
 from harness.session import Session, phase
 from harness.train import NONE, attempt, train
 from harness.verdict import Finding, Verdict
@@ -66,7 +65,7 @@ def judge(case: DataParallelCase, description: Description, want: dict[str, Want
     findings = (
         *verdict.findings,
         *_missing(case, seen),
-        *(_overlap_differs(case, worlds) if len(worlds) > 1 else ()),
+        *(other_bits(case.mesh, worlds, "with overlap") if len(worlds) > 1 else ()),
         *judge_reductions(case, needed(case), seen),
     )
     return replace(verdict, findings=findings)
@@ -97,24 +96,6 @@ def _missing(case: DataParallelCase, seen: World) -> Iterator[Finding]:
 
 def _same_group(case: DataParallelCase, a: int, b: int) -> bool:
     return case.mesh.coordinate(a, case.replica_axes) == case.mesh.coordinate(b, case.replica_axes)
-
-
-def _overlap_differs(case: DataParallelCase, worlds: Sequence[World]) -> Iterator[Finding]:
-    """One finding where the run without overlap has other bits."""
-    for rank, (first, second) in enumerate(zip(*worlds, strict=True)):
-        for name, ours in first.tensors.items():
-            theirs = second.tensors.get(name)
-            if (ours is None) != (theirs is None):
-                message = f"{name} is there only {'with' if ours is not None else 'without'} overlap"
-                yield Finding("mismatch", message, rank, case.mesh.describe(rank), name)
-                return
-            if ours is None or theirs is None or ours.values is None or theirs.values is None:
-                continue
-            if ours.values.shape != theirs.values.shape or not same_bits(ours.values, theirs.values):
-                place = case.mesh.describe(rank)
-                message = f"{name} has other bits with overlap than without on {place}"
-                yield Finding("mismatch", message, rank, place, name)
-                return
 
 
 def _expected(case: DataParallelCase, careful: bool = False) -> dict[str, Want]:

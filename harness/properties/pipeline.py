@@ -11,14 +11,13 @@ import strategies.pipeline_simpler
 from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
-from harness.oracle.compare import same_bits
 from harness.pipeline_steps import BITS, DRAWS, IN_FLIGHT, attempt, run
 from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.pipeline_suspects import suspects, without_tying
 from harness.properties.pipeline_traffic import judge_borders
 from harness.properties.refusal import REFUSED, judge_refusal
-from harness.properties.tensors import Want, judge_tensors
+from harness.properties.tensors import Want, judge_tensors, other_bits
 from harness.session import Session
 from harness.stages import PLANTED
 from harness.verdict import Finding, Verdict
@@ -65,7 +64,7 @@ def judge(case: PipelineCase, description: Description, want: dict[str, Want], w
         *_copies_differ(case, seen),
         *(_other_bits(case, seen) if SAME_BITS in description.supports else ()),
         *_draws_again(case, seen),
-        *(_recomputation_differs(case, worlds) if len(worlds) > 1 else ()),
+        *(other_bits(case.mesh, worlds, "with recomputation") if len(worlds) > 1 else ()),
         *_too_many_in_flight(case, seen),
         *judge_borders(case, seen),
     )
@@ -155,20 +154,6 @@ def _draws_again(case: PipelineCase, seen: World) -> Iterator[Finding]:
                 again = "recomputation draws others" if drawn > due else "micro-batches share them"
                 message = f"stage {stage} has {drawn} different dropout masks, where {due} are due: {again}"
                 yield Finding("mismatch", message, rank, case.mesh.describe(rank))
-                return
-
-
-def _recomputation_differs(case: PipelineCase, worlds: Sequence[World]) -> Iterator[Finding]:
-    """One finding where the run without recomputation has other bits."""
-    for rank, (first, second) in enumerate(zip(*worlds, strict=True)):
-        for name, ours in first.tensors.items():
-            theirs = second.tensors.get(name)
-            if ours is None or theirs is None or ours.values is None or theirs.values is None:
-                continue
-            if not same_bits(ours.values, theirs.values):
-                place = case.mesh.describe(rank)
-                message = f"{name} has other bits with recomputation than without on {place}"
-                yield Finding("mismatch", message, rank, place, name)
                 return
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.oracle.compare import compare_exact, replicas_disagree
+from harness.oracle.compare import compare_exact, replicas_disagree, same_bits
 from harness.oracle.diagnose import Diagnosis
 from harness.oracle.soundness import require_own_memory
 from harness.oracle.statistics import Expected
@@ -74,6 +74,25 @@ def judge_tensors(
 
 def _tolerance(expected: Expected) -> Values:
     return np.where(expected.ambiguous, np.inf, Limits().worst * expected.tolerance)
+
+
+def other_bits(mesh: Mesh, worlds: Sequence[World], one_way: str, other: str = "without") -> Iterator[Finding]:
+    """One finding where the runs of two worlds, which must not differ in a bit, do. one_way, other: how they were
+    made, as in "with overlap", "without"."""
+    for rank, (first, second) in enumerate(zip(*worlds, strict=True)):
+        place = mesh.describe(rank)
+        for name, ours in first.tensors.items():
+            theirs = second.tensors.get(name)
+            if (ours is None) != (theirs is None):
+                message = f"{name} is there only {one_way if theirs is None else other} on {place}"
+                yield Finding("mismatch", message, rank, place, name)
+                return
+            if ours is None or theirs is None or ours.values is None or theirs.values is None:
+                continue
+            if ours.values.shape != theirs.values.shape or not same_bits(ours.values, theirs.values):
+                message = f"{name} has other bits {one_way} than {other} on {place}"
+                yield Finding("mismatch", message, rank, place, name)
+                return
 
 
 def explained(finding: Finding, diagnosis: Diagnosis | None) -> Finding:

@@ -93,7 +93,12 @@ def test_the_shipped_candidate_is_right(builtin: Bench, name: str) -> None:
         ("SilentOnOne", PLAIN, "disagree", "does not say what it owns, and rank 0 does"),
         ("ForgetsState", MOMENTUM, "mismatch", "momentum0[0] differs from one process"),
         ("ForgetsState", ADAMW, "mismatch", "exp_avg_sq2[0] differs from one process"),
-        ("LoadsInexactly", LOADS, "mismatch", "has other bits on rank 0 (dp=0) after saving and loading at step 1"),
+        (
+            "LoadsInexactly",
+            LOADS,
+            "mismatch",
+            "has other bits after saving and loading at step 1 than without",
+        ),
         ("ChangesOneReplica", MOMENTUM, "disagree", "parameter0[0]"),
         ("GathersTwice", PLAIN, "traffic", "more traffic than needed in the finish: all_reduce on group [0, 1]"),
         ("AcceptsAnything", CASES["state_shape"], "mismatch", "states with a parameter of another shape were accepted"),
