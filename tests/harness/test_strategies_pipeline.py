@@ -14,7 +14,8 @@ import strategies.pipeline
 from reference.dtypes import FORMATS
 from reference.mesh import AXES
 from reference.pipeline import PipelineCase
-from reference.pipeline_stages import blocks_of, exact, tied, valid_tokens
+from reference.pipeline_gradients import expected
+from reference.pipeline_stages import blocks_of, exact, tensors, tied, valid_tokens
 from strategies.pipeline import FEATURES
 from strategies.pipeline_simpler import needs, simpler, within
 from strategies.scope import Scope
@@ -61,6 +62,16 @@ DRAWN = strategies.pipeline.cases(FULL)
 @pytest.mark.parametrize("feature", sorted(set(FEATURES) - {"pipeline_any_axis", "pipeline_same_bits"}))
 def test_every_feature_is_drawn_on_several_ranks(feature: str) -> None:
     assert any(needs(case)[feature] and case.parallel_size > 1 for case in sample(DRAWN, 500))
+
+
+def test_two_steps_of_an_optimizer_stay_in_range() -> None:
+    """What a step makes of parameters is multiplied by all stages: no results beyond the format, and no NaN."""
+    several = [case for case in sample(DRAWN, 500) if case.update == "sharded" and case.steps > 1 and not case.invalid]
+    assert len(several) > 5
+    assert any(not exact(case) for case in several)
+    for case in several:
+        for name, x in expected(case, tensors(case)).items():
+            assert x is None or bool(x.isfinite().all()), (case, name)
 
 
 def no_valid_token_in_some(case: PipelineCase) -> bool:
