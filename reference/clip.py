@@ -266,8 +266,10 @@ def expected(case: ClipCase, given: Tensors) -> dict[str, torch.Tensor | None]:
         return out | _by_stage(case, {i: given[f"gradient{i}"].clone() for i in _with(case)}, case.policy == "skip")
     with computed_in(case.wide.name):
         total = _norm(case, given)
+        # A number divided by a tensor is multiplied by its inverse, which rounds twice.
+        share = torch.full_like(total, limit) / (total + case.eps) if norm else torch.ones_like(total)
         # The limit may be reached by rounding only: then both are right, and nearly alike.
-        coefficient = torch.clamp(limit / (total + case.eps), max=1.0) if norm else torch.ones((), dtype=torch.float64)
+        coefficient = torch.clamp(share, max=1.0)
         clipped = {i: given[f"gradient{i}"] / case.loss_scale * coefficient for i in _with(case)}
     if case.wide != case.format:
         clipped = {i: rounded_to(case.format.name)(values) for i, values in clipped.items()}
