@@ -309,3 +309,12 @@ def local(case: ClipCase, given: Tensors, i: int, rank: int) -> torch.Tensor:
     stage = case.mesh.coordinate(rank, "pp")
     stage = stage if stage in case.stages(i) else case.stages(i)[0]
     return window(tuple(whole.shape), case.layout(i, stage), case.mesh, rank).take(whole).clone()
+
+
+def has_empty_piece(case: ClipCase) -> bool:
+    """Whether a rank holds a parameter with gradients, and no element of it."""
+    return any(
+        held(case, i, rank) is not None and not local(case, {}, i, rank).numel()
+        for i in _with(case)
+        for rank in range(case.mesh.size)
+    )
