@@ -82,13 +82,13 @@ def test_what_is_right_holds(bench: Any, candidate: str, case: Any) -> None:
         ),
         (
             "AcceptsAll",
-            replace(STEPS, invalid="growth_interval_zero"),
+            replace(ALONE, invalid="growth_interval_zero"),
             "mismatch: scalers with growth_interval=0 were accepted",
         ),
         ("AcceptsAll", ALONE, "disagree: the decision to skip the step is"),
         ("AcceptsAll", replace(SHARDED, invalid="norm_type_zero"), "mismatch: norms of type 0.0 were accepted"),
         ("AcceptsAll", replace(BAD, policy="raise"), "mismatch: gradients with nan were accepted"),
-        ("ReturnsNothing", STEPS, "update returned None; expected whether the step is skipped, a bool"),
+        ("ReturnsNothing", ALONE, "update returned None; expected whether the step is skipped, a bool"),
         ("ReturnsNothing", SHARDED, "clip_gradients returned None; expected Clipper(clip)"),
         (
             "ChangesBeforeItRaises",
