@@ -13,7 +13,8 @@ from harness import Clipper, LossScaler
 from harness.bench import Bench
 from harness.properties import property_of
 from harness.properties.clip_suspects import suspects
-from reference.clip import ClipCase, ClipParameter, ClipRecipes, expected, tensors
+from reference.clip import ClipCase, ClipParameter, ClipRecipes, tensors
+from reference.clip_expected import expected
 from reference.loss_scale import Event, LossScaleCase, Scaling
 from reference.mesh import Mesh
 from reference.recipe import Recipe
