@@ -12,22 +12,25 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
+from harness.candidates import megatron_clip, megatron_data_parallel, megatron_loss_scale, megatron_pipeline
 from harness.candidates import megatron_core_transformer as transformer
-from harness.candidates import megatron_data_parallel, megatron_pipeline
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule
+from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.data_parallel import DataParallelCase
@@ -35,6 +38,7 @@ from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
+from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
@@ -86,6 +90,8 @@ class MegatronCore(WithKnownFaults):
         *megatron_data_parallel.FEATURES,
         *schedules.FEATURES,
         *megatron_pipeline.FEATURES,
+        *megatron_loss_scale.LOSS_SCALE_FEATURES,
+        *megatron_clip.CLIP_FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -243,6 +249,14 @@ class MegatronCore(WithKnownFaults):
     def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
         group, alone = self.group_along(case.axis), self.group_along("ep")
         return megatron_pipeline.pipeline(case, stages, group, alone, self.strict)
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        return megatron_loss_scale.grad_scaler(case)
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
+        group = self.group(("tp", "pp"))
+        assert group is not None
+        return megatron_clip.clip_grad_norm(case, parameters, group, self.known_fault)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)
