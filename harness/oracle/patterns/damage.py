@@ -90,7 +90,7 @@ def damage(evidence: Evidence) -> Damage:
         wrong=sum(int(mask.sum()) for mask in evidence.wrong),
         total=sum(mask.size for mask in evidence.wrong),
         per_rank=tuple((int(mask.sum()), mask.size) for mask in evidence.wrong),
-        dimensions=tuple(tuple(int(i) for i in np.unique(indices)) for indices in np.nonzero(found)),
+        dimensions=tuple(tuple(int(i) for i in np.unique(indices)) for indices in np.argwhere(found).T),
         shape=evidence.want.shape,
         worst=_worst(evidence),
     )

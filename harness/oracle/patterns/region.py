@@ -107,7 +107,7 @@ def _only_border(evidence: Evidence, split: Split, last: bool) -> bool:
     for rank in evidence.wrong_ranks:
         part, mask = evidence.windows[rank], evidence.wrong[rank]
         length = mask.shape[split.dim % mask.ndim]
-        indices = np.unique(np.nonzero(mask)[split.dim % mask.ndim])
+        indices = np.unique(np.argwhere(mask).T[split.dim % mask.ndim])
         if length < 3 or indices.tolist() != [length - 1 if last else 0]:
             return False
         border = mask.take(indices, axis=split.dim)
@@ -120,7 +120,7 @@ def _only_border(evidence: Evidence, split: Split, last: bool) -> bool:
 def one_slice(evidence: Evidence) -> str | None:
     """A single index along one dimension of the global tensor."""
     found = _global(evidence)
-    for dim, indices in enumerate(np.nonzero(found)):
+    for dim, indices in enumerate(np.argwhere(found).T):
         values = np.unique(indices)
         if len(values) == 1 and found.shape[dim] >= 3 and found.take(values, axis=dim).mean() >= _LEAST_SHARE:
             where = on_ranks(evidence, evidence.wrong_ranks)
