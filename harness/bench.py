@@ -188,7 +188,7 @@ def checked(bench: Bench, subject: Property, case: Any, which: Which) -> Trial:
     delays = chosen(which, json.dumps(encode(case)))
     trial = bench.check(subject, case, delays)
     if trial.verdict.kind == "flaky" and which != "none":
-        return next(_raced(bench, subject, case, delays), trial)
+        return next(raced(bench, subject, case, delays), trial)
     if not delays or trial.verdict.kind in (None, "flaky"):
         return trial
     # A race may be lost once without delays, and won when it is shrunk or replayed.
@@ -196,8 +196,8 @@ def checked(bench: Bench, subject: Property, case: Any, which: Which) -> Trial:
     return plain[-1] if all(one.verdict.kind == trial.verdict.kind for one in plain) else trial
 
 
-def _raced(bench: Bench, subject: Property, case: Any, delays: int) -> Iterator[Trial]:
-    """Trials of a flaky case with other delays that fail, twice each."""
+def raced(bench: Bench, subject: Property, case: Any, delays: int) -> Iterator[Trial]:
+    """Trials of a case with other delays that fail, twice each: it may fail only where some ranks come late."""
     for seed in range(delays + 1, delays + 1 + _RACES):
         trial = bench.afresh(subject, case, seed)
         if trial.verdict.findings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,7 @@ def replay(case: str, deadline: float) -> None:
     from harness.bench import CandidateUnusable
     from harness.case_file import read
     from harness.events import Failure
+    from harness.replay import DELAYS
     from harness.replay import replay as run
     from harness.report.console import print_line, result_console
     from harness.report.terminal import print_failure
@@ -151,12 +153,16 @@ def replay(case: str, deadline: float) -> None:
     try:
         if verdict.findings:
             code = 2 if verdict.kind == "harness" else 1
+            late = verdict.facts.get(DELAYS)
+            if late is not None:
+                print_line(console, f"holds where no rank is late, and fails with delays of seed {late}: a race")
+                reproducer = replace(reproducer, delays=late)
             print_failure(console, Failure(reproducer, verdict))
         elif verdict.rejected is not None:
             code = 3
             print_line(console, f"nothing ran: the candidate refuses the case: {verdict.rejected}")
         else:
-            print_line(console, f"holds: {reproducer.candidate}, {reproducer.subject}", "green")
+            print_line(console, f"holds, with delays too: {reproducer.candidate}, {reproducer.subject}", "green")
     except CannotPrint as error:
         unwritten = error
     end(code, unwritten)
@@ -233,6 +239,8 @@ def schedule(
         if plot is not None and checked is not None and checked.run is not None:
             draw(plot, [Panel(title(case), verdict.facts["lists"], checked.run)])
             print_line(console, f"drawn: {plot}")
+        elif plot is not None:
+            print_line(console, "nothing is drawn: the lists cannot be run to their end")
     except CannotPrint as error:
         unwritten = error
     end(code, unwritten)

@@ -43,7 +43,8 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
         message = f"{_ranks([r for r, _ in died], size)} died: {ending.description}"
         last = [f"rank {r} died, last collective: {e.last_collective or 'none'}" for r, e in died]
         saw = [f"rank {r} raised {e.type_name}: {e.message.partition(chr(10))[0]}" for r, e in raised]
-        details = "\n".join(filter(None, [*last, *saw, _blocked_details(blocked)]))
+        words = "what a process said as it died, such as gloo's reason, is on stderr"
+        details = "\n".join(filter(None, [*last, *saw, words, _blocked_details(blocked)]))
         return [_finding("crash", message, rank, mesh, details)]
     if raised:
         # A rank that raises because a partner left is a consequence: the first message of the commonest kind counts.

@@ -112,7 +112,8 @@ def search(
         return row(*_searched(bench, subject, scope, limits, tell, tally, _Clock(limits, started)))
     except (KeyboardInterrupt, Terminated) as error:
         faults = [] if tally.confirmed is None else [tally.confirmed]
-        raise Interrupted(row(faults, "interrupted"), error) from None
+        stopped = "interrupted" if not faults else "interrupted while it was shrunk: the case is the first that failed"
+        raise Interrupted(row(faults, stopped), error) from None
 
 
 def _searched(
@@ -175,9 +176,14 @@ def _searched(
         assert tally.failed_at is not None
         ends = clock.shrinking_ends(tally.failed_at)
         polished = []
+
+        def told(failing: bool) -> None:
+            tally.examples += 1
+            tell(failing)
+
         for found in faults:
             seconds = min(limits.shrink_seconds, ends - time.monotonic())
-            polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, tell))
+            polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, told))
         # Two that could not be seen again are one.
         faults = [with_cause(found, tally.confirmed) for found in dict.fromkeys(polished)]
     return faults, stopped or tally.why_fewer(limits.examples)

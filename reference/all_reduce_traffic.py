@@ -1,7 +1,7 @@
 """The bytes of a reduction: what each rank sends and receives, in closed form, or the one collective of a library.
 
 L elements in n balanced pieces; piece r has c_r of them. Partial sums take w bytes an element, finished values b (the
-same unless sums are kept in fp32).
+same unless sums are kept in fp32). Of a ring's all-reduce, c may be turned round by any number of ranks.
 
 | algorithm | rank r sends | and receives |
 |---|---|---|
@@ -39,29 +39,39 @@ def needed(case: AllReduceCase) -> tuple[Transfer, ...]:
     return worth_sending(made, case.mesh)
 
 
-def loads(case: AllReduceCase) -> tuple[Load, ...]:
-    """What each rank along the axis sends and receives point to point, of all tensors, by its coordinate."""
+def alternatives(case: AllReduceCase) -> tuple[tuple[Load, ...], ...]:
+    """All that is right: a ring may end its first phase with the sum of piece r + shift on rank r, for any shift, where
+    nobody asks for that phase alone. The one without a shift comes first."""
+    free = case.algorithm == "ring" and case.operation == "all_reduce"
+    return tuple(loads(case, shift) for shift in range(case.parallel_size if free else 1))
+
+
+def loads(case: AllReduceCase, shift: int = 0) -> tuple[Load, ...]:
+    """What each rank along the axis sends and receives point to point, of all tensors, by its coordinate. shift: as of
+    `alternatives`."""
     n = case.parallel_size
     kept, final = case.kept.torch_dtype.itemsize, case.format.torch_dtype.itemsize
     totals = [Load(0, 0)] * n
     for length in case.lengths:
-        for r, (sums, finished) in enumerate(elements(case.algorithm, length, n)):
+        for r, (sums, finished) in enumerate(elements(case.algorithm, length, n, shift)):
             first = sums if case.operation != "all_gather" else Load(0, 0)
             second = finished if case.operation != "reduce_scatter" else Load(0, 0)
             totals[r] = totals[r] + first.times(kept) + second.times(final)
     return tuple(totals)
 
 
-def elements(algorithm: Algorithm, length: int, n: int) -> list[tuple[Load, Load]]:
+def elements(algorithm: Algorithm, length: int, n: int, shift: int = 0) -> list[tuple[Load, Load]]:
     """Of each rank: how many partial sums, and how many finished values, it sends and receives of one tensor."""
     if n == 1 or algorithm == "library":
         return [(Load(0, 0), Load(0, 0))] * n
-    by_rank = {"ring": _ring, "halving_doubling": _halving, "tree": _tree, "parameter_server": _server}[algorithm]
+    if algorithm == "ring":
+        return [_ring(length, n, r, shift) for r in range(n)]
+    by_rank = {"halving_doubling": _halving, "tree": _tree, "parameter_server": _server}[algorithm]
     return [by_rank(length, n, r) for r in range(n)]
 
 
-def _ring(length: int, n: int, r: int) -> tuple[Load, Load]:
-    c = cut(length, n)
+def _ring(length: int, n: int, r: int, shift: int) -> tuple[Load, Load]:
+    c = [cut(length, n)[(piece + shift) % n] for piece in range(n)]
     return Load(length - c[r], length - c[r - 1]), Load(length - c[(r + 1) % n], length - c[r])
 
 

@@ -120,8 +120,8 @@ def _too_many(case: ScheduleCase, lists: Lists, held: list[Array]) -> Iterator[B
         if beyond.size:
             at = int(beyond[0])
             message = (
-                f"rank {rank}, position {at}: {int(of_rank[at])} activations are in flight, {int(of_rank.max())} at "
-                f"most; {case.kind} holds at most {most} there"
+                f"rank {rank}, position {at}: {int(of_rank[at])} activations are in flight, and {int(of_rank.max())} "
+                f"at the peak; {case.kind} holds at most {most} there"
             )
             yield Broken("in flight", message, rank, at)
             return

@@ -28,7 +28,7 @@ from harness.verdict import Verdict
 from harness.wiring import require_known, require_sharded
 from harness.world import RankContext
 from reference.all_reduce import AllReduceCase, expected, global_shape, layouts, tensors
-from reference.all_reduce_traffic import loads, needed
+from reference.all_reduce_traffic import alternatives, needed
 from reference.layout import Window, window
 
 _NAMES = Names(parameters=(), inputs=("input",), outputs=("output",))
@@ -184,7 +184,7 @@ def judge(case: AllReduceCase, description: Description, want: dict[str, Want], 
     why = explanation(forms, case.mesh, seen, {**given, **expected(case, given)}, 1, of)
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
     collectives = judge_traffic(case.mesh, needed(case), without_messages(seen))
-    messages = judge_messages(case.mesh, case.axis, loads(case), seen)
+    messages = judge_messages(case.mesh, case.axis, alternatives(case), seen)
     return replace(verdict, findings=(*verdict.findings, *collectives, *messages))
 
 

@@ -29,8 +29,9 @@ def without_messages(observed: World) -> list[Observation]:
     ]
 
 
-def judge_messages(mesh: Mesh, axis: str, due: Sequence[Load], observed: World) -> Iterator[Finding]:
-    """One finding for each kind of difference, at its first rank. due: bytes, by the coordinate along ``axis``.
+def judge_messages(mesh: Mesh, axis: str, due: Sequence[Sequence[Load]], observed: World) -> Iterator[Finding]:
+    """One finding for each kind of difference, at its first rank. due: bytes, by the coordinate along ``axis``; where
+    there are several of them, each is right.
 
     Nothing is said where traffic was not recorded."""
     if any(seen.sent is None for seen in observed):
@@ -38,16 +39,19 @@ def judge_messages(mesh: Mesh, axis: str, due: Sequence[Load], observed: World) 
     messages = [
         [one.collective for one in seen.sent or () if one.collective.operation in _DIRECTIONS] for seen in observed
     ]
-    for check in (_strangers, _unpaired, _bytes):
-        finding = next(check(mesh, axis, due, messages), None)
+    for check in (_strangers, _unpaired):
+        finding = next(check(mesh, axis, messages), None)
         if finding is not None:
             yield finding
+    wrong = [next(_bytes(mesh, axis, one, messages), None) for one in due]
+    if all(wrong):
+        yield from wrong[:1]  # type: ignore[misc]
 
 
 Messages = Sequence[Sequence[Collective]]
 
 
-def _strangers(mesh: Mesh, axis: str, due: Sequence[Load], messages: Messages) -> Iterator[Finding]:
+def _strangers(mesh: Mesh, axis: str, messages: Messages) -> Iterator[Finding]:
     for rank, mine in enumerate(messages):
         group = mesh.group_of(rank, axis)
         for one in mine:
@@ -56,7 +60,7 @@ def _strangers(mesh: Mesh, axis: str, due: Sequence[Load], messages: Messages) -
                 yield _finding(mesh, rank, f"a message to or from a rank that has no part in it: {what}")
 
 
-def _unpaired(mesh: Mesh, axis: str, due: Sequence[Load], messages: Messages) -> Iterator[Finding]:
+def _unpaired(mesh: Mesh, axis: str, messages: Messages) -> Iterator[Finding]:
     """What one rank sends to another, that one receives, of the same length and dtype, in the same order
     within a tag."""
     for sender in range(len(messages)):

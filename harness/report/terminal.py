@@ -125,7 +125,8 @@ def rows_table(rows: Sequence[Row], libraries: dict[str, str]) -> Table:
 def _note(row: Row) -> str:
     """Why it is as it is, and what the candidate refused: refused cases are no passed ones."""
     if row.found_after is not None:
-        return f"found after {row.found_after} example{'s' if row.found_after > 1 else ''}"
+        found = f"found after {row.found_after} example{'s' if row.found_after > 1 else ''}"
+        return "\n".join([found, *([row.stopped] if row.stopped else [])])
     refused = [f"refused {times}: {why}" for why, times in row.refusals] if row.examples else []
     near = f"in {row.left_open} some values near overflow were left open"
     return "\n".join([*([row.stopped] if row.stopped else []), *refused, *([near] if row.left_open else [])])

@@ -7,10 +7,12 @@ from typing import cast
 
 import pytest
 import rank_functions as on_rank
+from click.testing import CliRunner
 from trials import candidate
 
 from harness.bench import Bench, Trial, checked
-from harness.case_file import MalformedReproducer, read
+from harness.case_file import MalformedReproducer, Reproducer, read
+from harness.cli import main
 from harness.errors import WrongUse
 from harness.properties import property_of
 from harness.replay import replay
@@ -121,6 +123,18 @@ def test_what_fails_once_is_tried_with_delays() -> None:
 def test_a_race_that_is_lost_once_without_delays_keeps_them() -> None:
     assert checked_racing(Racing(True, True, False), "all").delays
     assert not checked_racing(Racing(True, True, True), "all").delays
+
+
+def test_a_race_is_replayed_by_delays() -> None:
+    """A case that holds where no rank is late, as a race does that was found on a loaded machine."""
+    case = CollectivesCase(Mesh.of(tp=2), "reduce", ((3,),))
+    made = Reproducer(candidate("racing.py:Racing"), "collectives", case)
+    result = CliRunner().invoke(main, ["replay", made.line()])
+    assert result.exit_code == 1, result.output
+    assert "holds where no rank is late, and fails with delays of seed" in result.output
+    line = next(text for text in result.output.splitlines() if text.startswith("  case: ")).removeprefix("  case: ")
+    assert read(line).delays
+    assert replay(read(line)).kind == "mismatch"
 
 
 def test_wrong_delays_are_refused() -> None:

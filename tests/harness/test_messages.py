@@ -22,13 +22,21 @@ def message(operation: str, peer: int, elements: int, tag: int = 0, dtype: str =
 
 def judged(*ranks: Sequence[Collective], mesh: Mesh = TP, due: Sequence[Load] = DUE) -> list[str]:
     observed = [Observation(sent=tuple(Sent("forward", 0, one) for one in some)) for some in ranks]
-    findings = list(judge_messages(mesh, "tp", due, observed))
+    findings = list(judge_messages(mesh, "tp", (due,), observed))
     assert all(finding.kind == "traffic" for finding in findings)
     return [finding.message for finding in findings]
 
 
 FIRST = [message("recv", 1, 2), message("send", 1, 1), message("send", 1, 2)]
 SECOND = [message("recv", 0, 1), message("send", 0, 2), message("recv", 0, 2)]
+
+
+def test_any_of_several_ways_is_right() -> None:
+    observed = [Observation(sent=tuple(Sent("forward", 0, one) for one in some)) for some in (FIRST, SECOND)]
+    other = (Load(8, 12), Load(12, 8))
+    assert list(judge_messages(TP, "tp", (other, DUE), observed)) == []
+    (finding,) = judge_messages(TP, "tp", (other, other), observed)
+    assert "where 8 and 12 are due" in finding.message
 
 
 def test_what_is_due_holds() -> None:
@@ -72,4 +80,4 @@ def test_messages_are_no_collectives_but_where_none_is_due() -> None:
     more = [dataclasses.replace(one, sent=(*(one.sent or ()), collective)) for one in observed]
     assert [len(one.sent or ()) for one in without_messages(more)] == [1, 1]
     assert without_messages([Observation()]) == [Observation()]
-    assert list(judge_messages(TP, "tp", DUE, [Observation()] * 2)) == [], "nothing was recorded"
+    assert list(judge_messages(TP, "tp", (DUE,), [Observation()] * 2)) == [], "nothing was recorded"

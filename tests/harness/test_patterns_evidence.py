@@ -58,8 +58,8 @@ class Planted:
 
     def evidence(self, **more: Any) -> Evidence:
         tolerance = more.pop("tolerance", self.tolerance)
-        dtype = more.pop("dtype", "float32")
-        return Evidence("x", self.want, self.layout, self.mesh, tuple(self.got), tolerance, dtype, **more)
+        dtype, name = more.pop("dtype", "float32"), more.pop("name", "x")
+        return Evidence(name, self.want, self.layout, self.mesh, tuple(self.got), tolerance, dtype, **more)
 
 
 def spoiled(planted: Planted, pattern: Callable[[Evidence], str | None], **more: Any) -> str | None:

@@ -144,15 +144,16 @@ def test_two_tensors_that_explain_the_same_error() -> None:
         (-math.log(4), TP4, "log(tp) too small: as if the sum under the logarithm were averaged over the ranks"),
         (math.log(6), Mesh.of(tp=2, dp=3), "log(tp x dp) too large"),
         (math.log(2), Mesh.of(tp=2, dp=2), "log(tp or dp) too large"),
-        (1.25, TP4, "every element of x is off by the same number, 1.25"),
+        (1.25, TP4, "every element of loss[0] is off by the same number, 1.25"),
     ],
 )
 def test_off_by_a_constant(offset: float, mesh: Mesh, said: str) -> None:
     planted = Planted((8, 5), Split(0, "tp"), mesh, exact=False)
     planted.got = [part + offset for part in planted.got]
-    found = off_by_a_constant(planted.evidence())
+    found = off_by_a_constant(planted.evidence(name="loss[0]"))
     assert found is not None
     assert said in found
+    assert "log" not in str(off_by_a_constant(planted.evidence(name="weight"))), "no logarithm is in it"
     assert spoiled(planted, off_by_a_constant) is None
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.all_reduce import AllReduceCase, AllReduceRecipes, expected, layouts, limit, tensors
-from reference.all_reduce_traffic import elements, loads, needed
+from reference.all_reduce_traffic import alternatives, elements, loads, needed
 from reference.layout import window
 from reference.mesh import Mesh
 from reference.recipe import Recipe
@@ -144,6 +144,22 @@ def test_sums_in_fp32_round_once() -> None:
     assert not torch.equal(want[0], given_tensor.sum(0)), "a last rounding"
     assert AllReduceCase(TP, dtype="fp64", accumulate_fp32=True).kept.name == "fp64"
     assert AllReduceCase(TP, dtype="bf16", reduction="max", accumulate_fp32=True).kept.name == "bf16"
+
+
+def test_a_ring_may_turn_its_pieces_round() -> None:
+    """The textbook's rank r sends its own piece first, and ends with the sum of the next: 4 elements on 3 ranks, the
+    first piece the longer one."""
+    case = AllReduceCase(Mesh.of(tp=3), algorithm="ring", shapes=((4,),))
+    assert alternatives(case)[0] == loads(case)
+    # Each rank sends two pieces, then two finished ones: all but the piece it ends with, and all but the next one.
+    sizes = [2, 1, 1]
+    for shift, found in enumerate(alternatives(case)):
+        sent = [4 * (2 * 4 - sizes[(r + shift) % 3] - sizes[(r + shift + 1) % 3]) for r in range(3)]
+        assert [one.sent for one in found] == sent
+        assert sum(one.sent for one in found) == sum(one.received for one in found)
+    assert len(set(alternatives(case))) == 3
+    for fixed in ({"operation": "reduce_scatter"}, {"operation": "all_gather"}, {"algorithm": "tree"}):
+        assert len(alternatives(dataclasses.replace(case, **fixed))) == 1  # type: ignore[arg-type]
 
 
 def test_the_bytes_of_the_contract() -> None:

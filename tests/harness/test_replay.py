@@ -37,7 +37,7 @@ def replay(*arguments: str) -> Result:
 def test_a_case_that_holds() -> None:
     result = replay(line("right.py:Right"))
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("holds: ")
+    assert result.output.startswith("holds, with delays too: ")
     assert result.output.rstrip().endswith("right.py:Right, linear")
 
 

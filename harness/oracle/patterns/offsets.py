@@ -13,6 +13,8 @@ from harness.oracle.patterns.fit import Explanation, allowances, fit
 from harness.oracle.patterns.wording import listed, of_ranks
 
 _LEAST_ELEMENTS = 4
+#: Only these have a sum under a logarithm.
+_LOGARITHMS = ("loss",)
 #: How many times their tolerance elements must be off by one number.
 _CLEARLY = 16
 
@@ -68,7 +70,7 @@ def off_by_a_constant(evidence: Evidence) -> str | None:
     errors = np.concatenate([np.zeros(0), *((got - want)[np.isfinite(want)] for got, want in parts)])
     if errors.size < _LEAST_ELEMENTS or not np.isfinite(errors).all():
         return None
-    for sign, word in ((1, "large"), (-1, "small")):
+    for sign, word in ((1, "large"), (-1, "small")) if evidence.name.startswith(_LOGARITHMS) else ():
         names = []
         for name, size in evidence.group_sizes.items():
             # Only what is worth trying: whether it fits, within what rounding allows, is for `fit` to say.
