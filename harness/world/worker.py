@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,9 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
     sys.path[:] = path
     with contextlib.suppress(OSError):
         os.chdir(folder)
+    if not sys.warnoptions:  # nobody has asked for them
+        # Each rank of each pool would say again that a collective is going to be renamed.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
     faulthandler.register(signal.SIGUSR1, file=fds[1], all_threads=True)
     slots = Slots(fds[2], world_size)
     delays = Delays()
