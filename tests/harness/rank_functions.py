@@ -321,6 +321,11 @@ def every_collective(context: RankContext) -> list[Any]:
     return list(context.traffic.records())
 
 
+def gathers(context: RankContext) -> None:
+    """By a function that torch is about to rename."""
+    dist.all_gather_into_tensor(torch.empty(context.world_size), torch.ones(1))
+
+
 def collectives_of_threads(context: RankContext) -> tuple[list[float], list[Any]]:
     """A thread by its function, one by its class, and one of a pool, one after the other."""
     got = []

@@ -145,6 +145,12 @@ def test_ranks_ignore_ctrl_c(pair: Pool) -> None:
     assert pair.run(on_rank.signal_handlers).values() == [True, True]
 
 
+def test_ranks_do_not_all_say_what_is_deprecated(capfd: pytest.CaptureFixture[str]) -> None:
+    with Pool(2) as pool:
+        assert pool.run(on_rank.gathers).kind == "ok"
+    assert "deprecated" not in "".join(capfd.readouterr())
+
+
 def test_what_ranks_print_is_not_in_the_parents_output(capfd: pytest.CaptureFixture[str]) -> None:
     with Pool(2) as pool:
         pool.run(on_rank.prints)
