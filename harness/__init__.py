@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "DataParallel",
     "Each",
     "Gpt",
+    "LossScaler",
     "Mesh",
     "NotOffered",
     "PartOf",

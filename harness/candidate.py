@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from harness.data_parallel import DataParallel
     from harness.gpt import Gpt
+    from harness.loss_scale import LossScaler
     from harness.pipeline import Pipeline
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reference.embedding import EmbeddingCase
     from reference.gpt import GptCase
     from reference.linear import LinearCase
+    from reference.loss_scale import LossScaleCase
     from reference.pipeline import PipelineCase
     from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
@@ -234,6 +236,11 @@ class Candidate:
         """Subject sharded_optimizer: an optimizer of the parameters, which are alike on all ranks along ``case.axis``,
         with its state sharded over them: ``ShardedOptimizer(optimizer.step)``. Called again where a state is loaded,
         maybe with another axis."""
+        raise NotImplementedError
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        """Subject loss_scale: a loss scaler as ``case.asked`` says, which agrees over all axes of the mesh where
+        ``case.agree``: ``LossScaler(scale, update)``. Called again where a state is loaded into a fresh one."""
         raise NotImplementedError
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:

@@ -13,6 +13,7 @@ from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
 from harness.properties.gpt import GPT
 from harness.properties.linear import LINEAR
+from harness.properties.loss_scale import LOSS_SCALE
 from harness.properties.mesh import MESH
 from harness.properties.pipeline import PIPELINE
 from harness.properties.schedule import SCHEDULE
@@ -33,6 +34,7 @@ PROPERTIES: Mapping[str, Property] = {
         SHARDED_OPTIMIZER,
         PIPELINE,
         GPT,
+        LOSS_SCALE,
         SCHEDULE,
     )
 }
