@@ -37,8 +37,10 @@ _INITIAL = (8.0, 8.0, 1.0, 2.0**16)
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> LossScaleCase:
     """A case within the scope. The plainest one is a good step on one rank."""
-    mesh = draw(meshes(scope.axes, scope.max_world))
-    agree = scope.has("loss_scale_agrees") and mesh.size > 1 and not one_in(draw, 8)
+    agrees = scope.has("loss_scale_agrees")
+    # Where ranks have nothing to do with each other, two show all that there is to see.
+    mesh = draw(meshes(scope.axes, scope.max_world if agrees else min(2, scope.max_world), most=3 if agrees else 1))
+    agree = agrees and mesh.size > 1 and not one_in(draw, 8)
     scaling = draw(_scalings(scope))
     events = tuple(draw(st.lists(_events(scope, mesh if agree else None, scaling), min_size=1, max_size=MOST_EVENTS)))
     case = LossScaleCase(mesh, (), scaling, agree)
@@ -77,9 +79,7 @@ def _scalings(draw: st.DrawFn, scope: Scope) -> Scaling:
     initial = draw(st.sampled_from(_INITIAL))
     if scope.has("loss_scale_ceiling") and one_in(draw, 10):
         initial, growth, backoff = 2.0**126, 2.0, 0.5
-    minimum = (
-        draw(st.sampled_from((0.0, initial / 2, initial / 4, initial))) if scope.has("loss_scale_minimum") else 0.0
-    )
+    minima = (0.0, initial / 2, initial / 4, initial) if scope.has("loss_scale_minimum") else (0.0,)
     return Scaling(
         initial=initial,
         growth_factor=growth,
@@ -87,7 +87,7 @@ def _scalings(draw: st.DrawFn, scope: Scope) -> Scaling:
         backoff_factor=backoff,
         hysteresis=draw(st.integers(1, 3)) if scope.has("loss_scale_hysteresis") else 1,
         replenish="good" if scope.has("loss_scale_replenished_by_good") and draw(st.booleans()) else "growth",
-        minimum=minimum,
+        minimum=draw(st.sampled_from(minima)),
     )
 
 
