@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
+    "Clipper",
     "DataParallel",
     "Each",
     "Gpt",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from harness.errors import WrongUse
 from harness.properties.all_reduce import ALL_REDUCE
 from harness.properties.base import Property
+from harness.properties.clip import CLIP
 from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.data_parallel import DATA_PARALLEL
@@ -35,6 +36,7 @@ PROPERTIES: Mapping[str, Property] = {
         PIPELINE,
         GPT,
         LOSS_SCALE,
+        CLIP,
         SCHEDULE,
     )
 }

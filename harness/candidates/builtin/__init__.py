@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import strategies.all_reduce
+import strategies.clip
 import strategies.collectives
 import strategies.cross_entropy
 import strategies.data_parallel
@@ -22,6 +23,7 @@ import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
 from harness.candidates.builtin import (
+    clip,
     data_parallel,
     gpt,
     layers,
@@ -31,6 +33,7 @@ from harness.candidates.builtin import (
     sharded_optimizer,
     transformer,
 )
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
@@ -39,6 +42,7 @@ from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
+from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.data_parallel import DataParallelCase
@@ -93,6 +97,7 @@ class Builtin(Candidate):
             strategies.pipeline,
             strategies.gpt,
             strategies.loss_scale,
+            strategies.clip,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -178,6 +183,9 @@ class Builtin(Candidate):
 
     def loss_scaler(self, case: LossScaleCase) -> LossScaler:
         return loss_scale.loss_scaler(case, self.groups)
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
+        return clip.clip_gradients(case, parameters, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind
