@@ -7,8 +7,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 from harness.candidate import Candidate, NotOffered, PartOf, Sharded
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
+    "Clipper",
     "DataParallel",
     "Each",
     "Gpt",
+    "LossScaler",
     "Mesh",
     "NotOffered",
     "PartOf",

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
+    from harness.clip import Clipper
     from harness.data_parallel import DataParallel
     from harness.gpt import Gpt
+    from harness.loss_scale import LossScaler
     from harness.pipeline import Pipeline
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
     from harness.stages import StageModule
     from reference.all_reduce import AllReduceCase
+    from reference.clip import ClipCase
     from reference.collectives import CollectivesCase
     from reference.cross_entropy import CrossEntropyCase
     from reference.data_parallel import DataParallelCase
     from reference.embedding import EmbeddingCase
     from reference.gpt import GptCase
     from reference.linear import LinearCase
+    from reference.loss_scale import LossScaleCase
     from reference.pipeline import PipelineCase
     from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
@@ -234,6 +238,16 @@ class Candidate:
         """Subject sharded_optimizer: an optimizer of the parameters, which are alike on all ranks along ``case.axis``,
         with its state sharded over them: ``ShardedOptimizer(optimizer.step)``. Called again where a state is loaded,
         maybe with another axis."""
+        raise NotImplementedError
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        """Subject loss_scale: a loss scaler as ``case.asked`` says, which agrees over all axes of the mesh where
+        ``case.agree``: ``LossScaler(scale, update)``. Called again where a state is loaded into a fresh one."""
+        raise NotImplementedError
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
+        """Subject clip: clips the gradients of the parameters that this rank holds, ``parameter{i}``, each the flat
+        elements that are this rank's; ``case.parameters[i]`` says how they lie on the others: ``Clipper(clip)``."""
         raise NotImplementedError
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates import megatron_core_transformer as transformer
-from harness.candidates import megatron_data_parallel, megatron_pipeline
+from harness.candidates import megatron_data_parallel, megatron_loss_scale, megatron_pipeline
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
 from harness.data_parallel import DataParallel
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule
@@ -35,6 +36,7 @@ from reference.embedding import EmbeddingCase
 from reference.layout import Partial, Split, Whole
 from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
+from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
@@ -86,6 +88,7 @@ class MegatronCore(WithKnownFaults):
         *megatron_data_parallel.FEATURES,
         *schedules.FEATURES,
         *megatron_pipeline.FEATURES,
+        *megatron_loss_scale.LOSS_SCALE_FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -243,6 +246,9 @@ class MegatronCore(WithKnownFaults):
     def pipeline(self, case: PipelineCase, stages: Sequence[StageModule]) -> Pipeline:
         group, alone = self.group_along(case.axis), self.group_along("ep")
         return megatron_pipeline.pipeline(case, stages, group, alone, self.strict)
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        return megatron_loss_scale.grad_scaler(case)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)

@@ -7,8 +7,10 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
@@ -20,6 +22,24 @@ def present_cpu_as_the_device() -> None:
     """Communication buffers are allocated on the current device."""
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+
+
+class MadeOnTheCpu(TorchFunctionMode):
+    """Tensors that are asked for on the device "cuda" are made on the CPU, those that are to be moved there stay, and
+    where a tensor's type is asked for, it is that of a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.cuda.is_available():
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")
+        return found
 
 
 class Generator:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from harness.candidate import NotOffered
+from harness.candidates.megatron_core_on_cpu import MadeOnTheCpu
 from harness.pipeline import Pipeline
 from harness.stages import StageModule
 from reference.pipeline import PipelineCase
@@ -132,16 +132,6 @@ def pipeline(
     return Pipeline(step)
 
 
-class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on the device "cuda" are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda" and not torch.cuda.is_available():
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def _cuda_is_the_cpu() -> Iterator[None]:
     """What its schedules ask of a GPU: a counter on it, and that it has done its work."""
@@ -149,7 +139,7 @@ def _cuda_is_the_cpu() -> Iterator[None]:
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda *_: None
     try:
-        with _OnCpu():
+        with MadeOnTheCpu():
             yield
     finally:
         torch.cuda.synchronize = synchronize

@@ -28,11 +28,13 @@ from harness.candidates import torch_schedules as schedules
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
+from harness.candidates.torch_loss_scale import LOSS_SCALE_FEATURES, grad_scaler
 from harness.candidates.torch_pipeline import PIPELINE_FEATURES
 from harness.candidates.torch_pipeline import pipeline as torch_pipeline
 from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -45,6 +47,7 @@ from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole, cut
 from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
+from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
@@ -92,6 +95,7 @@ class TorchNative(WithKnownFaults):
         *ZERO_FEATURES,
         *PIPELINE_FEATURES,
         *schedules.FEATURES,
+        *LOSS_SCALE_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -235,6 +239,9 @@ class TorchNative(WithKnownFaults):
 
     def sharded_optimizer(self, case: ShardedOptimizerCase, parameters: Mapping[str, nn.Parameter]) -> ShardedOptimizer:
         return zero_redundancy(case, parameters, self.device_mesh.get_group(case.axis))
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        return grad_scaler(case, self.known_fault)
 
 
 @functools.cache

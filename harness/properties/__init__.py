@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from harness.errors import WrongUse
 from harness.properties.all_reduce import ALL_REDUCE
 from harness.properties.base import Property
+from harness.properties.clip import CLIP
 from harness.properties.collectives import COLLECTIVES
 from harness.properties.cross_entropy import CROSS_ENTROPY
 from harness.properties.data_parallel import DATA_PARALLEL
 from harness.properties.embedding import EMBEDDING
 from harness.properties.gpt import GPT
 from harness.properties.linear import LINEAR
+from harness.properties.loss_scale import LOSS_SCALE
 from harness.properties.mesh import MESH
 from harness.properties.pipeline import PIPELINE
 from harness.properties.schedule import SCHEDULE
@@ -33,6 +35,8 @@ PROPERTIES: Mapping[str, Property] = {
         SHARDED_OPTIMIZER,
         PIPELINE,
         GPT,
+        LOSS_SCALE,
+        CLIP,
         SCHEDULE,
     )
 }

@@ -9,31 +9,47 @@ import torch
 import torch.distributed as dist
 
 import strategies.all_reduce
+import strategies.clip
 import strategies.collectives
 import strategies.cross_entropy
 import strategies.data_parallel
 import strategies.embedding
 import strategies.gpt
 import strategies.linear
+import strategies.loss_scale
 import strategies.pipeline
 import strategies.schedule
 import strategies.sharded_optimizer
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
-from harness.candidates.builtin import data_parallel, gpt, layers, pipeline, reductions, sharded_optimizer, transformer
+from harness.candidates.builtin import (
+    clip,
+    data_parallel,
+    gpt,
+    layers,
+    loss_scale,
+    pipeline,
+    reductions,
+    sharded_optimizer,
+    transformer,
+)
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
+from harness.loss_scale import LossScaler
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
+from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.data_parallel import DataParallelCase
 from reference.embedding import EmbeddingCase
 from reference.gpt import GptCase
 from reference.linear import LinearCase
+from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
@@ -80,6 +96,8 @@ class Builtin(Candidate):
             strategies.sharded_optimizer,
             strategies.pipeline,
             strategies.gpt,
+            strategies.loss_scale,
+            strategies.clip,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -162,6 +180,12 @@ class Builtin(Candidate):
 
     def gpt(self, case: GptCase) -> Gpt:
         return gpt.gpt(case, self.groups)
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        return loss_scale.loss_scaler(case, self.groups)
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
+        return clip.clip_gradients(case, parameters, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind
