@@ -29,6 +29,7 @@ from strategies.scope import Scope
 
 #: The optional features of the subject.
 FEATURES = {
+    "mixed_precision_fp32": "models in fp32, whose parameters are their own masters",
     "mixed_precision_adamw": "AdamW, and not only SGD",
     "mixed_precision_groups": "groups of parameters with a learning rate and a weight decay of their own",
     "mixed_precision_warmup": "a learning rate that rises with the steps that are not skipped",
@@ -69,8 +70,9 @@ def cases(draw: st.DrawFn, scope: Scope) -> MixedPrecisionCase:
     axes = [axis for axis in axes if axis != "pp" or has("mixed_precision_stages")]
     mesh = draw(meshes(tuple(axes), scope.max_world))
     # The low formats twice: masters are theirs.
-    dtypes = [dtype for dtype in DTYPES if dtype in scope.dtypes]
-    dtype = draw(st.sampled_from(dtypes + [one for one in dtypes if one != "fp32"])) if dtypes else "fp32"
+    low = [dtype for dtype in DTYPES if dtype in scope.dtypes and dtype != "fp32"]
+    wide = ["fp32"] * has("mixed_precision_fp32") * ("fp32" in scope.dtypes)
+    dtype = draw(st.sampled_from(wide + low + low)) if wide + low else "fp32"
     steps = draw(st.integers(1, MOST_STEPS))
     rounding = one_in(draw, 2)
     adamw = has("mixed_precision_adamw") and rounding and draw(st.booleans())
@@ -204,6 +206,7 @@ def needs(case: MixedPrecisionCase) -> dict[str, bool]:
     moving = case.scaling.kind == "dynamic"
     state = case.invalid in OF_STATE
     found: dict[str, Any] = {
+        "fp32": case.dtype == "fp32",
         "adamw": case.optimizer == "adamw",
         "groups": len(groups) > 1 or any(one.group for one in case.parameters),
         "warmup": case.warmup,
@@ -233,5 +236,4 @@ def within(case: MixedPrecisionCase, scope: Scope) -> bool:
     """Whether a case is such as the scope allows."""
     if case.invalid in OF_STATE and not _has_a_part_everywhere(case):
         return False
-    fits = not scope.dtypes or case.dtype in scope.dtypes
-    return fits and all(scope.has(feature) for feature, needed in needs(case).items() if needed)
+    return case.dtype in scope.dtypes and all(scope.has(feature) for feature, needed in needs(case).items() if needed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +20,18 @@ import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
 from harness.candidates import megatron_core_transformer as transformer
-from harness.candidates import megatron_data_parallel, megatron_loss_scale, megatron_pipeline
+from harness.candidates import (
+    megatron_data_parallel,
+    megatron_loss_scale,
+    megatron_mixed_precision,
+    megatron_pipeline,
+)
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
 from harness.data_parallel import DataParallel
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule
@@ -38,6 +44,7 @@ from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
 from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
+from reference.mixed_precision import MixedPrecisionCase
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.traffic import Transfer
@@ -89,6 +96,7 @@ class MegatronCore(WithKnownFaults):
         *schedules.FEATURES,
         *megatron_pipeline.FEATURES,
         *megatron_loss_scale.LOSS_SCALE_FEATURES,
+        *megatron_mixed_precision.MIXED_PRECISION_FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -249,6 +257,10 @@ class MegatronCore(WithKnownFaults):
 
     def loss_scaler(self, case: LossScaleCase) -> LossScaler:
         return megatron_loss_scale.grad_scaler(case)
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
+        stage = dist.get_rank(self._group("pp"))
+        return megatron_mixed_precision.mixed_precision(case, parameters, self._group("dp"), stage)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)

@@ -29,12 +29,15 @@ from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
 from harness.candidates.torch_loss_scale import LOSS_SCALE_FEATURES, grad_scaler
+from harness.candidates.torch_mixed_precision import MIXED_PRECISION_FEATURES
+from harness.candidates.torch_mixed_precision import mixed_precision as torch_mixed_precision
 from harness.candidates.torch_pipeline import PIPELINE_FEATURES
 from harness.candidates.torch_pipeline import pipeline as torch_pipeline
 from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -49,6 +52,7 @@ from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
+from reference.mixed_precision import MixedPrecisionCase
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
@@ -96,6 +100,7 @@ class TorchNative(WithKnownFaults):
         *PIPELINE_FEATURES,
         *schedules.FEATURES,
         *LOSS_SCALE_FEATURES,
+        *MIXED_PRECISION_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
@@ -242,6 +247,9 @@ class TorchNative(WithKnownFaults):
 
     def loss_scaler(self, case: LossScaleCase) -> LossScaler:
         return grad_scaler(case, self.known_fault)
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
+        return torch_mixed_precision(case, parameters, self.device_mesh)
 
 
 @functools.cache
