@@ -266,8 +266,10 @@ def expected(case: ClipCase, given: Tensors) -> dict[str, torch.Tensor | None]:
         return out | _by_stage(case, {i: given[f"gradient{i}"].clone() for i in _with(case)}, case.policy == "skip")
     with computed_in(case.wide.name):
         total = _norm(case, given)
+        # A number divided by a tensor is multiplied by its inverse, which rounds twice.
+        share = torch.full_like(total, limit) / (total + case.eps) if norm else torch.ones_like(total)
         # The limit may be reached by rounding only: then both are right, and nearly alike.
-        coefficient = torch.clamp(limit / (total + case.eps), max=1.0) if norm else torch.ones((), dtype=torch.float64)
+        coefficient = torch.clamp(share, max=1.0)
         clipped = {i: given[f"gradient{i}"] / case.loss_scale * coefficient for i in _with(case)}
     if case.wide != case.format:
         clipped = {i: rounded_to(case.format.name)(values) for i, values in clipped.items()}
@@ -307,3 +309,12 @@ def local(case: ClipCase, given: Tensors, i: int, rank: int) -> torch.Tensor:
     stage = case.mesh.coordinate(rank, "pp")
     stage = stage if stage in case.stages(i) else case.stages(i)[0]
     return window(tuple(whole.shape), case.layout(i, stage), case.mesh, rank).take(whole).clone()
+
+
+def has_empty_piece(case: ClipCase) -> bool:
+    """Whether a rank holds a parameter with gradients, and no element of it."""
+    return any(
+        held(case, i, rank) is not None and not local(case, {}, i, rank).numel()
+        for i in _with(case)
+        for rank in range(case.mesh.size)
+    )

@@ -118,9 +118,14 @@ def power_sum(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def root(total: float, norm_type: float) -> float:
     """The p-th root of the sum of powers."""
-    if norm_type == 1:
+    if norm_type == 1 or total == 0 or not math.isfinite(total):
         return total
-    return math.sqrt(total) if norm_type == 2 else total ** (1 / norm_type)
+    if norm_type == 2:
+        return math.sqrt(total)
+    # 1/p is rounded, and what that does grows with the logarithm: so the power of two is taken out first.
+    mantissa, exponent = math.frexp(total)
+    whole = math.floor(exponent / norm_type)
+    return float((mantissa * 2.0 ** (exponent - norm_type * whole)) ** (1 / norm_type) * 2.0**whole)
 
 
 def summed(total: torch.Tensor, groups: Mapping[str, ProcessGroup]) -> float:

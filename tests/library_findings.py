@@ -300,6 +300,41 @@ def interleaved_on_two_ranks(overlap=False):
     return [model.factor.grad.item() for model in models]
 
 
+def scale_after_another_interval(good=1, interval=1):
+    """The scale, at first 8, after good steps at an interval of 4, and 6 more at another interval."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    for step in range(good + 6):
+        if step == good:
+            scaler.set_growth_interval(interval)
+        weight.grad = scaler.scale(torch.ones(1))
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def sharded_inf_norm(*shards):
+    """The largest element of a gradient of which each rank has a shard, by clip_grad_norm_."""
+    mesh = init_device_mesh("cpu", (len(shards),))
+    own = torch.tensor([float(x) for x in shards[dist.get_rank()]])
+    shape = torch.Size((sum(map(len, shards)),))
+    whole = DTensor.from_local(own, mesh, [Shard(0)], shape=shape, stride=(1,))
+    weight = nn.Parameter(torch.zeros_like(whole))
+    weight.grad = whole
+    norm = nn.utils.clip_grad_norm_([weight], 1.0, norm_type=float("inf"), error_if_nonfinite=True)
+    return norm.full_tensor().item()
+
+
+def megatron_norm(norm_type, *gradients):
+    """Megatron's norm of the gradients that count: of each rank a list of them, each a list of numbers."""
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    own = [torch.tensor([float(x) for x in one]) for one in gradients[dist.get_rank()]]
+    with OnCpu():
+        return float(get_grad_norm_fp32(own, float(norm_type), grad_stats_parallel_group=dist.group.WORLD))
+
+
 class OnCpu(TorchFunctionMode):
     """Where there is no GPU, what is made on one is made on the CPU."""
 

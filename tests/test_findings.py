@@ -159,7 +159,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 21
+    assert len(REPRODUCERS) == 27
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])
@@ -192,3 +192,43 @@ def test_megatron_mixes_what_two_ranks_send_each_other(overlap: bool) -> None:
     pytest.importorskip("megatron.core")
     found = outcome(2, "interleaved_on_two_ranks", overlap).values()
     assert (found == [[1050.0, 420.0], [700.0, 300.0]]) == overlap, found
+
+
+@pytest.mark.parametrize(("good", "interval", "scale"), [(1, 1, 8.0), (3, 2, 8.0), (1, 2, 64.0), (0, 1, 512.0)])
+def test_torch_grows_no_more_where_the_interval_is_passed(good: int, interval: int, scale: float) -> None:
+    """Six more good steps: with an interval of 2 after one good step it grows at once, and after 2 steps each."""
+    assert outcome(1, "scale_after_another_interval", good, interval).values() == [scale]
+
+
+def test_torch_loses_a_nan_in_the_inf_norm() -> None:
+    """It is the second rank's, and error_if_nonfinite is set."""
+    assert outcome(2, "sharded_inf_norm", [2.0], ["nan"]).values() == [2.0, 2.0]
+
+
+def test_torch_cannot_take_the_inf_norm_of_an_empty_shard() -> None:
+    *_, last = outcome(2, "sharded_inf_norm", [2.0], []).ranks
+    assert isinstance(last, Raised), last
+    assert "cannot compute the infinity norm on an empty tensor" in last.message
+
+
+def test_megatron_loses_a_nan_in_the_inf_norm() -> None:
+    """Also on one rank, by the order of the gradients."""
+    pytest.importorskip("megatron.core")
+    assert outcome(1, "megatron_norm", "inf", [[2.0], ["nan"]]).values() == [2.0]
+    assert outcome(2, "megatron_norm", "inf", [[2.0]], [["nan"]]).values() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "second", "said"),
+    [
+        ("inf", [], "max() arg is an empty sequence"),
+        ("inf", [[]], "max(): Expected reduction dim"),
+        ("1", [], "Expected parameter `tensor` of type torch.Tensor"),
+    ],
+)
+def test_megatron_has_no_norm_of_a_rank_without_gradients(norm_type: str, second: list[list[float]], said: str) -> None:
+    pytest.importorskip("megatron.core")
+    *_, last = outcome(2, "megatron_norm", norm_type, [[2.0]], second).ranks
+    assert isinstance(last, Raised), last
+    assert said in last.message
+    assert outcome(2, "megatron_norm", "2", [[2.0]], []).values() == [2.0, 2.0]

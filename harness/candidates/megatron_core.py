@@ -19,22 +19,25 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
-from harness.candidates import megatron_core_transformer as transformer
 from harness.candidates import (
+    megatron_clip,
     megatron_data_parallel,
     megatron_loss_scale,
     megatron_mixed_precision,
     megatron_pipeline,
 )
+from harness.candidates import megatron_core_transformer as transformer
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule
+from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase, tensors
 from reference.data_parallel import DataParallelCase
@@ -97,6 +100,7 @@ class MegatronCore(WithKnownFaults):
         *megatron_pipeline.FEATURES,
         *megatron_loss_scale.LOSS_SCALE_FEATURES,
         *megatron_mixed_precision.MIXED_PRECISION_FEATURES,
+        *megatron_clip.CLIP_FEATURES,
     )
     initialization = "full"
     token_dims = (2,)  # [sequence, batch, hidden], says its documentation
@@ -261,6 +265,11 @@ class MegatronCore(WithKnownFaults):
     def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
         stage = dist.get_rank(self._group("pp"))
         return megatron_mixed_precision.mixed_precision(case, parameters, self._group("dp"), stage)
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
+        group = self.group(("tp", "pp"))
+        assert group is not None
+        return megatron_clip.clip_grad_norm(case, parameters, group, self.known_fault)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule:
         return schedules.schedule(case)

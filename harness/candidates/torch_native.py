@@ -9,6 +9,7 @@ streams on CPU.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from harness.candidates import torch_collectives as collectives
 from harness.candidates import torch_schedules as schedules
 from harness.candidates import torch_transformer as transformer
 from harness.candidates.known_faults import WithKnownFaults
+from harness.candidates.torch_clip import CLIP_FEATURES, clip_grad_norm
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
 from harness.candidates.torch_loss_scale import LOSS_SCALE_FEATURES, grad_scaler
 from harness.candidates.torch_mixed_precision import MIXED_PRECISION_FEATURES
@@ -34,6 +36,7 @@ from harness.candidates.torch_mixed_precision import mixed_precision as torch_mi
 from harness.candidates.torch_pipeline import PIPELINE_FEATURES
 from harness.candidates.torch_pipeline import pipeline as torch_pipeline
 from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
+from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from harness.loss_scale import LossScaler
@@ -43,6 +46,7 @@ from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.stages import StageModule
 from reference.all_reduce import AllReduceCase
+from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
 from reference.cross_entropy import CrossEntropyCase
 from reference.data_parallel import DataParallelCase
@@ -101,12 +105,14 @@ class TorchNative(WithKnownFaults):
         *schedules.FEATURES,
         *LOSS_SCALE_FEATURES,
         *MIXED_PRECISION_FEATURES,
+        *CLIP_FEATURES,
     )
     uneven = "chunk"
     initialization = "full"
 
     def open(self, mesh: Mesh) -> None:
         warnings.filterwarnings("ignore", message="To construct DTensor")  # of torch, about itself
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about two reductions
         # The default axis is there for layers that name none.
         named = mesh if "tp" in mesh.names else Mesh((("tp", 1), *mesh.axes))
         self.mesh = named
@@ -250,6 +256,9 @@ class TorchNative(WithKnownFaults):
 
     def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
         return torch_mixed_precision(case, parameters, self.device_mesh)
+
+    def clip_gradients(self, case: ClipCase, parameters: Mapping[str, nn.Parameter]) -> Clipper:
+        return clip_grad_norm(case, parameters, self.device_mesh, self.known_fault)
 
 
 @functools.cache
