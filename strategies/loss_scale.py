@@ -161,7 +161,7 @@ def _changed(case: LossScaleCase, scope: Scope, **changes: Any) -> Iterator[Loss
         made = replace(case, **changes)
     except ValueError:
         return
-    if _measure(made) < _measure(case) and within(made, scope):
+    if made.events and _measure(made) < _measure(case) and within(made, scope):
         yield made
 
 

@@ -16,12 +16,14 @@ from harness.events import Failure, Row, RunDone
 from harness.properties import PROPERTIES
 from harness.report.json_file import write_json
 from harness.verdict import Finding, Kind, Verdict
+from reference.clip import ClipParameter, ClipRecipes
 from reference.codec import decode, encode
 from reference.cross_entropy import CrossEntropyRecipes
 from reference.data_parallel import DataParallelRecipes, Layer
 from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
+from reference.loss_scale import Event, Scaling
 from reference.pipeline import Block, PipelineRecipes
 from reference.recipe import KINDS, Recipe
 from reference.sharded_optimizer import Parameter, ShardedOptimizerRecipes
@@ -73,6 +75,9 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
         ("A layer", Layer),
         ("A block", Block),
         ("A parameter", Parameter),
+        ("A scaling", Scaling),
+        ("An event", Event),
+        ("A parameter of clip", ClipParameter),
         ("A recipe", Recipe),
         ("Ids", Ids),
     ],
@@ -98,6 +103,7 @@ def test_the_names_that_recipes_have() -> None:
         ("data_parallel", DataParallelRecipes),
         ("sharded_optimizer", ShardedOptimizerRecipes),
         ("pipeline", PipelineRecipes),
+        ("clip", ClipRecipes),
     ):
         (_, tensors) = documented(f"A case of {subject}")["recipes"]
         assert re.findall(r"`(\w+)`", tensors) == [f.name for f in dataclasses.fields(recipes)]
