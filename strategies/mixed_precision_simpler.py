@@ -28,6 +28,11 @@ def simpler(case: MixedPrecisionCase, scope: Scope) -> Iterator[MixedPrecisionCa
         changes = _on(case, mesh)
         for kept in (*((one,) for one in many), many):
             yield from changed(case, scope, **changes, parameters=kept)
+        # A scale that makes this data overflow may not do so with that of a smaller mesh.
+        for axes in [(name,) for name in mesh.names if mesh.axis_size(name) > 1]:
+            plain = {"overflows": (Overflow(axes=axes),), "scaling": UNSCALED}
+            yield from changed(case, scope, **changes | plain, parameters=many[:1])
+            yield from changed(case, scope, **changes | plain, parameters=many[:1], clip=0.0, steps=1, load=0, reload=0)
     options = _SIMPLER.options(case)
     for few in itertools.chain([()], ((name,) for name in options), itertools.combinations(options, 2)):
         plain = {name: value for name, value in options.items() if name not in few}

@@ -12,27 +12,25 @@ import torch.distributed as dist
 
 from sharded.clip import Held, clip_gradients, multiply
 from sharded.loss_scale import agreed
-from sharded.main_parameters import Cut, Replicated
+from sharded.main_parameters import Replicated
 from sharded.mixed_precision import MixedPrecisionOptimizer, Stepped
 from sharded.mutants import Mutant, Patch
-from sharded.sharded_optimizer import MASTER, Buffer
+from sharded.sharded_optimizer import MASTER, Buffer, ShardedOptimizer
 
 Optimizer = MixedPrecisionOptimizer
 
 
 def _flag_read_too_early() -> list[Patch]:
     def _agreed(self: Optimizer, found: bool) -> bool:
-        flag = torch.tensor([float(found)])
         works: list[Any] = []
         for group in self._axes.values():
             if group.size() > 1:
-                for work in works:
-                    work.wait()
-                works = [dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)]
-        skips = bool(flag.item() > 0)
+                flag = torch.tensor([float(found)])
+                works.append(dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True))
+                found = bool(flag.item() > 0)
         for work in works:
             work.wait()
-        return skips
+        return found
 
     return [(Optimizer, "_agreed", _agreed)]
 
@@ -168,9 +166,9 @@ def _masters_not_loaded() -> list[Patch]:
 
 
 def _gathered_into_the_masters_only() -> list[Patch]:
-    original = Cut._apply
+    original = ShardedOptimizer._apply
 
-    def _apply(self: Cut, buffer: Buffer, gradient: torch.Tensor) -> None:
+    def _apply(self: ShardedOptimizer, buffer: Buffer, gradient: torch.Tensor) -> None:
         """The ranks that own nothing of a parameter keep the old one."""
         before = {name: p.detach().clone() for name, p in buffer.parameters.items()}
         original(self, buffer, gradient)
@@ -180,7 +178,7 @@ def _gathered_into_the_masters_only() -> list[Patch]:
             if start == stop and MASTER in buffer.state:
                 p.detach().copy_(before[name])
 
-    return [(Cut, "_apply", _apply)]
+    return [(ShardedOptimizer, "_apply", _apply)]
 
 
 def _mutant(number: str, fault: str, patches: Callable[[], list[Patch]], thread: str = "own") -> Mutant:
