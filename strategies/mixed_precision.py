@@ -119,10 +119,16 @@ def _at(draw: st.DrawFn, steps: int) -> int:
 def _invalids(scope: Scope, case: MixedPrecisionCase) -> list[Invalid]:
     kinds: list[Invalid] = []
     if scope.has("mixed_precision_refuses"):
-        kinds += ["dtype", "lr_negative"]
+        kinds += ["lr_negative"]
+        kinds += ["dtype"] if _trains_everywhere(case) else []
     if scope.has("mixed_precision_refuses_state") and _has_a_part_everywhere(case):
         kinds += OF_STATE
     return kinds
+
+
+def _trains_everywhere(case: MixedPrecisionCase) -> bool:
+    """Whether every stage has a parameter that trains: else its ranks have nothing to refuse."""
+    return len({stage for i in case.trained for stage in case.stages(i)}) == case.mesh.axis_size("pp")
 
 
 def _has_a_part_everywhere(case: MixedPrecisionCase) -> bool:
@@ -235,5 +241,7 @@ def needs(case: MixedPrecisionCase) -> dict[str, bool]:
 def within(case: MixedPrecisionCase, scope: Scope) -> bool:
     """Whether a case is such as the scope allows."""
     if case.invalid in OF_STATE and not _has_a_part_everywhere(case):
+        return False
+    if case.invalid == "dtype" and not _trains_everywhere(case):
         return False
     return case.dtype in scope.dtypes and all(scope.has(feature) for feature, needed in needs(case).items() if needed)

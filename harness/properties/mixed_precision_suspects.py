@@ -25,7 +25,15 @@ def _suspects(case: MixedPrecisionCase, given: Tensors, plans: Sequence[Planned]
     for cause, compute in _mistakes(case, given, plans):
         found = compute().get(name)
         if found is not None and right is not None and not torch.equal(found, right):
-            yield Suspect(f"is as if {cause}", np.asarray(found))
+            yield Suspect(f"is as if {cause}", np.asarray(_stored(case, name, found)))
+
+
+def _stored(case: MixedPrecisionCase, name: str, values: torch.Tensor) -> torch.Tensor:
+    """As the model holds them: far from the right values, rounding is beyond their tolerance."""
+    if not name.startswith("parameter"):
+        return values
+    i = int(name.removeprefix("parameter").partition("[")[0].removesuffix(".copy"))
+    return values.to(case.format_of(i).torch_dtype).to(torch.float64)
 
 
 def _mistakes(
