@@ -49,7 +49,8 @@ FEATURES = {
     "mixed_precision_overflow": "steps that are skipped where a gradient overflows, on whichever rank",
     "mixed_precision_reload": "weights that are loaded into the model by themselves",
     "mixed_precision_load": "a state that is saved and loaded",
-    "mixed_precision_refuses": "refuses parameters of other dtypes and negative learning rates",
+    "mixed_precision_refuses_dtype": "refuses parameters of other dtypes",
+    "mixed_precision_refuses_rate": "refuses negative learning rates",
     "mixed_precision_refuses_state": "refuses a state of another configuration, or one that is cut short",
 }
 
@@ -118,9 +119,10 @@ def _at(draw: st.DrawFn, steps: int) -> int:
 
 def _invalids(scope: Scope, case: MixedPrecisionCase) -> list[Invalid]:
     kinds: list[Invalid] = []
-    if scope.has("mixed_precision_refuses"):
-        kinds += ["lr_negative"]
-        kinds += ["dtype"] if _trains_everywhere(case) else []
+    if scope.has("mixed_precision_refuses_rate"):
+        kinds.append("lr_negative")
+    if scope.has("mixed_precision_refuses_dtype") and _trains_everywhere(case):
+        kinds.append("dtype")
     if scope.has("mixed_precision_refuses_state") and _has_a_part_everywhere(case):
         kinds += OF_STATE
     return kinds
@@ -210,7 +212,6 @@ def needs(case: MixedPrecisionCase) -> dict[str, bool]:
     stages = {stage for i in case.trained for stage in case.stages(i)}
     groups = {(group.lr, group.weight_decay) for group in case.groups}
     moving = case.scaling.kind == "dynamic"
-    state = case.invalid in OF_STATE
     found: dict[str, Any] = {
         "fp32": case.dtype == "fp32",
         "adamw": case.optimizer == "adamw",
@@ -232,8 +233,9 @@ def needs(case: MixedPrecisionCase) -> dict[str, bool]:
         "overflow": case.overflows,
         "reload": case.reload,
         "load": case.load,
-        "refuses": case.invalid is not None and not state,
-        "refuses_state": state,
+        "refuses_dtype": case.invalid == "dtype",
+        "refuses_rate": case.invalid == "lr_negative",
+        "refuses_state": case.invalid in OF_STATE,
     }
     return {f"mixed_precision_{name}": bool(needed) for name, needed in found.items()}
 

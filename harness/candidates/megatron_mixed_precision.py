@@ -3,7 +3,7 @@ offers it. The gradients it wants are reduced already: that is done here as its 
 
 Not offered: models in fp32 (their optimizer has no scaler), a schedule (its own begins elsewhere), an optimizer that is
 sharded (DistributedOptimizer moves what it keeps to a GPU), the limit divided by the norm alone. It does not look at
-what a state is of.
+what a state is of, nor does torch.optim inside it at the learning rate of a group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIXED_PRECISION_FEATURES = (
     "mixed_precision_overflow",
     "mixed_precision_reload",
     "mixed_precision_load",
-    "mixed_precision_refuses",
+    "mixed_precision_refuses_dtype",
 )
 _KIND = {"momentum": "momentum_buffer"}
 
@@ -74,7 +74,9 @@ def mixed_precision(
 
     def step() -> bool:
         for parameter in trained.values():
-            parameter.main_grad = _reduced(parameter, data)  # type: ignore[attr-defined]
+            # It leaves its own gradients in parameters of fp32.
+            own = parameter.main_grad if case.main_grad else parameter.grad  # type: ignore[attr-defined]
+            parameter.main_grad = _reduced(parameter, own, data)  # type: ignore[attr-defined]
         with MadeOnTheCpu():
             successful, norm, _ = made.step()
         norms[:] = [norm]
@@ -135,9 +137,8 @@ def _inner(case: MixedPrecisionCase, trained: Mapping[str, nn.Parameter]) -> tor
     return torch.optim.SGD(groups, momentum=case.momentum)
 
 
-def _reduced(p: nn.Parameter, data: dist.ProcessGroup) -> torch.Tensor:
-    """Zeros where there is no gradient, as in its buffers."""
-    own = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+def _reduced(p: nn.Parameter, own: torch.Tensor | None, data: dist.ProcessGroup) -> torch.Tensor:
+    """own: this rank's gradient; where there is none, zeros, as in its buffers."""
     found = torch.zeros(p.shape) if own is None else own.detach().to(torch.float32, copy=True)
     if data.size() > 1:
         found /= data.size()
