@@ -14,14 +14,11 @@ from reference.mixed_precision import (
     DTYPES,
     OF_STATE,
     UNSCALED,
-    Group,
     Invalid,
-    Kind,
-    MixedParameter,
     MixedPrecisionCase,
     MixedPrecisionRecipes,
-    Overflow,
 )
+from reference.mixed_precision_parts import Group, Kind, MixedParameter, Overflow
 from reference.recipe import Recipe
 from strategies.layers import one_in
 from strategies.mesh import meshes

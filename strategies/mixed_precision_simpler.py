@@ -9,7 +9,8 @@ from typing import Any
 
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
-from reference.mixed_precision import UNSCALED, Group, MixedParameter, MixedPrecisionCase, Overflow
+from reference.mixed_precision import UNSCALED, MixedPrecisionCase
+from reference.mixed_precision_parts import Group, MixedParameter, Overflow
 from strategies.mesh import smaller_meshes
 from strategies.mixed_precision import within
 from strategies.scope import Scope

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Mesh, cases, check, verify
-from reference.mixed_precision import MixedParameter, MixedPrecisionCase, Overflow
+from reference.mixed_precision import MixedPrecisionCase
+from reference.mixed_precision_parts import MixedParameter, Overflow
 from reference.mixed_precision_steps import plan, tensors
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from harness.mixed_precision_steps import OWNED, Ranges
+from harness.mixed_precision_reading import Ranges
+from harness.mixed_precision_steps import OWNED
 from harness.observation import LocalTensor, Observation
 from harness.oracle.compare import same_bits
 from harness.properties.base import World

@@ -24,7 +24,8 @@ from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
 from reference.loss_scale import Event, Scaling
-from reference.mixed_precision import Group, MixedParameter, MixedPrecisionRecipes, Overflow
+from reference.mixed_precision import MixedPrecisionRecipes
+from reference.mixed_precision_parts import Group, MixedParameter, Overflow
 from reference.pipeline import Block, PipelineRecipes
 from reference.recipe import KINDS, Recipe
 from reference.sharded_optimizer import Parameter, ShardedOptimizerRecipes

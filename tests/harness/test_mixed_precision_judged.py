@@ -24,7 +24,8 @@ from harness.verdict import Verdict
 from reference.layout import window
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
-from reference.mixed_precision import MixedParameter, MixedPrecisionCase, MixedPrecisionRecipes, Overflow
+from reference.mixed_precision import MixedPrecisionCase, MixedPrecisionRecipes
+from reference.mixed_precision_parts import MixedParameter, Overflow
 from reference.mixed_precision_steps import expected, names, plan, tensors
 from reference.recipe import Recipe
 

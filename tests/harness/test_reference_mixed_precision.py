@@ -15,13 +15,8 @@ import strategies.mixed_precision
 from reference.codec import decode, encode
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
-from reference.mixed_precision import (
-    Group,
-    MixedParameter,
-    MixedPrecisionCase,
-    MixedPrecisionRecipes,
-    Overflow,
-)
+from reference.mixed_precision import MixedPrecisionCase, MixedPrecisionRecipes
+from reference.mixed_precision_parts import Group, MixedParameter, Overflow
 from reference.mixed_precision_steps import expected, gradient, handed, limit, plan, tensors
 from reference.recipe import Recipe
 from strategies.scope import Scope
