@@ -42,7 +42,6 @@ def test_an_overflow_on_any_one_of_eight_ranks_skips_the_step_on_all(sharded: bo
 
 #: Words of a finding's message or cause that the failing run has.
 SAID = {
-    "F25": "the decision to skip the step is False",
     "F26": "differs from one process",
     "F30": "as if masters were not refreshed after the weights were loaded",
 }
