@@ -25,7 +25,6 @@ from reference.dtypes import FORMATS, Format, format_of
 from reference.lattice import LARGEST_USEFUL, Sum, Term, lattice_limits
 from reference.layout import Layout, Rule, Split, window
 from reference.mesh import Mesh
-from reference.precision import computed_in, rounded_to
 from reference.recipe import INJECTIONS, Recipe, fill
 
 Kind = Literal["trained", "frozen", "none", "some"]
@@ -238,15 +237,15 @@ def _inject(case: ClipCase, i: int, values: torch.Tensor) -> None:
 @functools.lru_cache(maxsize=64)
 def measured(case: ClipCase) -> tuple[float, float]:
     """The norm, and the limit that follows from it."""
-    norm = float(_norm(case, tensors(case)))
+    norm = float(norm_of(case, tensors(case)))
     return norm, case.ratio * norm if 0 < norm < math.inf else 1.0
 
 
-def _norm(case: ClipCase, given: Tensors) -> torch.Tensor:
+def norm_of(case: ClipCase, given: Tensors) -> torch.Tensor:
     """Of the gradients without the loss scale. Powers of two keep squares within range, as a good implementation has
     to: they change no rounding."""
     unit = 2.0 ** (case.magnitude - case.scale)
-    values = [given[f"gradient{i}"] / 2.0**case.magnitude for i in _with(case)]
+    values = [given[f"gradient{i}"] / 2.0**case.magnitude for i in with_gradient(case)]
     flat = torch.cat([torch.zeros(1, dtype=torch.float64), *values]).abs()
     if case.norm_type == "inf":
         return flat.max() * unit
@@ -257,37 +256,9 @@ def _norm(case: ClipCase, given: Tensors) -> torch.Tensor:
     return (flat**case.p).sum() ** (1 / case.p) * unit
 
 
-def expected(case: ClipCase, given: Tensors) -> dict[str, torch.Tensor | None]:
-    """Norm, coefficient and clipped gradients, float64. Where the norm is not finite there is no coefficient; gradients
-    are as they came where the step is skipped, and else none of this subject's concern."""
-    norm, limit = measured(case)
-    if not math.isfinite(norm):
-        out: dict[str, torch.Tensor | None] = {"norm": torch.tensor([norm], dtype=torch.float64)}
-        return out | _by_stage(case, {i: given[f"gradient{i}"].clone() for i in _with(case)}, case.policy == "skip")
-    with computed_in(case.wide.name):
-        total = _norm(case, given)
-        # A number divided by a tensor is multiplied by its inverse, which rounds twice.
-        share = torch.full_like(total, limit) / (total + case.eps) if norm else torch.ones_like(total)
-        # The limit may be reached by rounding only: then both are right, and nearly alike.
-        coefficient = torch.clamp(share, max=1.0)
-        clipped = {i: given[f"gradient{i}"] / case.loss_scale * coefficient for i in _with(case)}
-    if case.wide != case.format:
-        clipped = {i: rounded_to(case.format.name)(values) for i, values in clipped.items()}
-    return {"norm": total.view(1), "coefficient": coefficient.view(1), **_by_stage(case, clipped, True)}
-
-
-def _with(case: ClipCase) -> list[int]:
+def with_gradient(case: ClipCase) -> list[int]:
+    """The parameters of which some rank has a gradient."""
     return [i for i in range(len(case.parameters)) if case.has_gradient(i)]
-
-
-def _by_stage(case: ClipCase, values: dict[int, torch.Tensor], compared: bool) -> dict[str, torch.Tensor | None]:
-    """Every gradient under the name of each stage that holds it; zeros where there is none."""
-    out: dict[str, torch.Tensor | None] = {}
-    for i, one in enumerate(case.parameters) if compared else ():
-        found = values.get(i, torch.zeros(one.size, dtype=torch.float64))
-        for name in names(case, i):
-            out[name] = found.clone()
-    return out
 
 
 def names(case: ClipCase, i: int) -> tuple[str, ...]:
@@ -315,6 +286,6 @@ def has_empty_piece(case: ClipCase) -> bool:
     """Whether a rank holds a parameter with gradients, and no element of it."""
     return any(
         held(case, i, rank) is not None and not local(case, {}, i, rank).numel()
-        for i in _with(case)
+        for i in with_gradient(case)
         for rank in range(case.mesh.size)
     )

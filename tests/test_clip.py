@@ -10,7 +10,7 @@ from harness import cases, check, verify
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_norms_and_gradients_are_those_of_one_process(candidate: str, data: st.DataObject) -> None:
     if candidate.startswith("megatron"):
@@ -22,7 +22,6 @@ def test_norms_and_gradients_are_those_of_one_process(candidate: str, data: st.D
 SAID = {
     "F32": "as if parameters that all tp ranks hold were counted on each",
     "F37": "as if nothing were clipped",
-    "F38": "as if both copies of a tied parameter were counted",
 }
 
 

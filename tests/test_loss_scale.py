@@ -10,7 +10,7 @@ from harness import cases, check, verify
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_scales_are_those_of_the_transition_function(candidate: str, data: st.DataObject) -> None:
     if candidate.startswith("megatron"):
@@ -18,10 +18,9 @@ def test_scales_are_those_of_the_transition_function(candidate: str, data: st.Da
     check("loss_scale", candidate, data.draw(cases("loss_scale", candidate, max_world=2)))
 
 
-#: Words of a finding's message that the failing run has. The others are found by the same search, in the nightly run.
+#: Words of a finding's message that the failing run has. Most others the state machine finds.
 SAID = {
-    "F27": "the scale is ",
-    "F28b": "the count of overflows until the scale backs off is ",
+    "F27": "after event 0 (load)",
     "F29e": "no traffic where some is needed",
 }
 

@@ -20,7 +20,8 @@ from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.clip import ClipCase, expected, measured, names, tensors
+from reference.clip import ClipCase, measured, names, tensors
+from reference.clip_expected import expected
 from reference.layout import Whole
 
 
@@ -43,10 +44,10 @@ def _wrong(case: ClipCase) -> str:
     if case.invalid is None:
         return f"gradients with {case.nonfinite}"
     if case.invalid.startswith("limit"):
-        return f"a limit of {case.asked_limit}"
+        return f"limits of {case.asked_limit}"
     if case.invalid.startswith("norm"):
-        return f"a norm of type {case.asked_norm_type}"
-    return f"the policy {case.asked_policy!r}"
+        return f"norms of type {case.asked_norm_type}"
+    return f"policies named {case.asked_policy!r}"
 
 
 def judge(case: ClipCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:

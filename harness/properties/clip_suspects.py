@@ -72,8 +72,9 @@ def _of_others(case: ClipCase, given: Tensors, name: str) -> Iterator[Suspect]:
         yield Suspect("is as if the loss scale were not divided out", handed * right * case.loss_scale)
         yield Suspect("is as if the loss scale were divided out twice", handed * right / case.loss_scale)
     for cause, found in _norms(case, given):
-        if found and found != norm:
-            yield Suspect(f"is clipped as if {cause}", handed * min(1.0, limit / (found + case.eps)))
+        other = min(1.0, limit / (found + case.eps)) if found else 1.0
+        if other != right and other != 1:
+            yield Suspect(f"is clipped as if {cause}", handed * other)
 
 
 def _handed(case: ClipCase, given: Tensors, name: str) -> Values:

@@ -47,7 +47,7 @@ def _wrong(case: LossScaleCase) -> str:
     if case.invalid == "state_truncated":
         return "states that are cut short"
     name, _ = OF_CONFIGURATION[str(case.invalid)]
-    return f"{name}={getattr(case.asked, name)!r} and nothing else wrong"
+    return f"scalers with {name}={getattr(case.asked, name)!r}"
 
 
 def _half_loaded(case: LossScaleCase, seen: World) -> Iterator[Finding]:

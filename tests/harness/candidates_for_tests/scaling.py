@@ -1,0 +1,142 @@
+"""Loss scalers and clipping that are wrong in one way each, beside the adapters of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness import Candidate, Clipper, LossScaler, new_group
+from harness.candidates.builtin import Builtin
+
+
+class MyScaler:
+    """A trainer's own, with a state of two numbers."""
+
+    def __init__(self, asked: Any) -> None:
+        self.asked, self.scale, self.good = asked, asked.initial, 0
+
+    def update(self, found_inf: bool) -> bool:
+        self.good = 0 if found_inf else self.good + 1
+        if found_inf:
+            self.scale *= self.asked.backoff_factor
+        elif self.good == self.asked.growth_interval:
+            self.scale, self.good = self.scale * self.asked.growth_factor, 0
+        return found_inf
+
+    def state_dict(self) -> Any:
+        return self.scale, self.good
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scale, self.good = state
+
+
+class Simple(Candidate):
+    supports = ("loss_scale_load", "clip_plain", "clip_sharded")
+    axes = ("tp", "dp")
+
+    def open(self, mesh: Any) -> None:
+        self.group = new_group(mesh, "dp") if "dp" in mesh.names else None
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = MyScaler(case.asked)
+        return LossScaler(lambda: made.scale, made.update, state=made.state_dict, load=made.load_state_dict)
+
+    def clip_gradients(self, case: Any, parameters: Mapping[str, nn.Parameter]) -> Clipper:
+        """Over dp; for the 2-norm and cases in which all is sharded."""
+
+        def clip() -> torch.Tensor:
+            gradients = [p.grad for p in parameters.values() if p.grad is not None]
+            total = sum((g * g).sum() for g in gradients)
+            assert isinstance(total, torch.Tensor)
+            dist.all_reduce(total, group=self.group)
+            norm = total.sqrt()
+            for gradient in gradients:
+                gradient.mul_(min(1.0, case.limit / float(norm)))
+            return norm
+
+        return Clipper(clip)
+
+
+class HalfLoaded(Builtin):
+    """Takes the scale before it looks at the rest."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = super().loss_scaler(case)
+        right, moved = made.load, []
+        assert right is not None
+        scale = made.scale
+
+        def load(state: Any) -> None:
+            moved.append(1)
+            assert right is not None
+            right(state)
+
+        made.load = load
+        made.scale = lambda: float(scale()) + len(moved)
+        return made
+
+
+class OneRankSkips(Builtin):
+    """The first rank alone hears of nothing."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = super().loss_scaler(case)
+        right = made.update
+        made.update = lambda found: bool(right(found)) and dist.get_rank() != 0
+        return made
+
+
+class AcceptsAll(Builtin):
+    def loss_scaler(self, case: Any) -> LossScaler:
+        return LossScaler(lambda: 8.0, lambda found: found)
+
+    def clip_gradients(self, case: Any, parameters: Mapping[str, nn.Parameter]) -> Clipper:
+        return Clipper(lambda: 1.0)
+
+
+class ReturnsNothing(Builtin):
+    def loss_scaler(self, case: Any) -> Any:
+        return LossScaler(lambda: "8", lambda found: None)  # type: ignore[arg-type, return-value]
+
+    def clip_gradients(self, case: Any, parameters: Mapping[str, nn.Parameter]) -> Any:
+        return None
+
+
+class _Clips(Builtin):
+    def clip_gradients(self, case: Any, parameters: Mapping[str, nn.Parameter]) -> Clipper:
+        made = super().clip_gradients(case, parameters)
+        self.change(made, parameters)
+        return made
+
+    def change(self, made: Clipper, parameters: Mapping[str, nn.Parameter]) -> None:
+        raise NotImplementedError
+
+
+class ChangesBeforeItRaises(_Clips):
+    def change(self, made: Clipper, parameters: Mapping[str, nn.Parameter]) -> None:
+        right = made.clip
+
+        def clip() -> float | torch.Tensor:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+            return right()
+
+        made.clip = clip
+
+
+class SkipsAlone(_Clips):
+    def change(self, made: Clipper, parameters: Mapping[str, nn.Parameter]) -> None:
+        made.skips = lambda: dist.get_rank() == 0
+
+
+class OtherBits(_Clips):
+    """One rank's norm differs in its last bits."""
+
+    def change(self, made: Clipper, parameters: Mapping[str, nn.Parameter]) -> None:
+        right = made.clip
+        made.clip = lambda: float(right()) * (1 + 2.0**-52 * dist.get_rank())
