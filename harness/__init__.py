@@ -11,6 +11,7 @@ from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -30,6 +31,7 @@ __all__ = [
     "Gpt",
     "LossScaler",
     "Mesh",
+    "MixedPrecision",
     "NotOffered",
     "PartOf",
     "Partial",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.data_parallel import DataParallel
     from harness.gpt import Gpt
     from harness.loss_scale import LossScaler
+    from harness.mixed_precision import MixedPrecision
     from harness.pipeline import Pipeline
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from reference.gpt import GptCase
     from reference.linear import LinearCase
     from reference.loss_scale import LossScaleCase
+    from reference.mixed_precision import MixedPrecisionCase
     from reference.pipeline import PipelineCase
     from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
@@ -248,6 +250,12 @@ class Candidate:
     def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
         """Subject clip: clips the gradients of the parameters that this rank holds, ``parameter{i}``, each the flat
         elements that are this rank's; ``case.parameters[i]`` says how they lie on the others: ``Clipper(clip)``."""
+        raise NotImplementedError
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
+        """Subject mixed_precision: an optimizer of the parameters that this rank holds, ``parameter{i}``, each the flat
+        elements that are this rank's; ``case.parameters[i]`` says how they lie on the others. It keeps masters and
+        state in fp32, and a loss scale: ``MixedPrecision(step, scale)``. Called again where a state is loaded."""
         raise NotImplementedError
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:

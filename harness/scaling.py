@@ -147,15 +147,16 @@ class _Run:
     def foreign_state(self) -> Any:
         """A state of another configuration, or one from which the last entry is missing."""
         if self.case.invalid == "state_truncated":
-            return _cut_short(self.state_of(self.scaler))
+            return cut_short(self.state_of(self.scaler))
         return self.state_of(self.built(replace(self.case, scaling=self.case.other, invalid=None, events=())))
 
 
-def _cut_short(state: Any) -> Any:
+def cut_short(state: Any) -> Any:
+    """A saved state without its last entry."""
     if not isinstance(state, Mapping) or not state:
         raise NotOffered(f"its state is {reprlib.repr(state)}: of what is no dict, nothing can be left out")
     kept, last = dict(state), list(state)[-1]
     if isinstance(kept[last], Mapping) and kept[last]:
-        return {**kept, last: _cut_short(kept[last])}
+        return {**kept, last: cut_short(kept[last])}
     del kept[last]
     return kept

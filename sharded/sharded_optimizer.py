@@ -102,7 +102,10 @@ class ShardedOptimizer:
             self._update(buffer)
 
     def _update(self, buffer: Buffer) -> None:
-        gradient = self._reduced(buffer)
+        self._apply(buffer, self._reduced(buffer))
+
+    def _apply(self, buffer: Buffer, gradient: torch.Tensor) -> None:
+        """Updates this rank's elements by their reduced gradient, [part], and has all ranks get all of them."""
         values = buffer.state[MASTER] if MASTER in buffer.state else self._values(buffer)
         state = {name: tensor for name, tensor in buffer.state.items() if name != MASTER}
         self.rule.update(values, gradient, state, self._steps)
@@ -111,12 +114,14 @@ class ShardedOptimizer:
 
     def _reduced(self, buffer: Buffer) -> torch.Tensor:
         """The reduced gradient of this rank's elements, [part], in the dtype that is kept."""
-        flat = buffer.cut.joined(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in buffer.parameters.values()]
-        )
+        flat = buffer.cut.joined([self._local(p) for p in buffer.parameters.values()])
         # To the format of the wire first: there the quotient may be more exact than here.
         flat = divided(flat.to(sent_in(flat.dtype, self._reduce_dtype)), self._divide_by)
         return wire.reduce_scattered(flat, self.group, 0).to(buffer.kept)
+
+    def _local(self, p: torch.Tensor) -> torch.Tensor:
+        """This rank's own gradient of a parameter, where there is none zeros."""
+        return torch.zeros_like(p) if p.grad is None else p.grad
 
     def _values(self, buffer: Buffer) -> torch.Tensor:
         """This rank's elements of the parameters, [part], a copy."""
@@ -157,14 +162,18 @@ class ShardedOptimizer:
             "parameters": parameters,
         }
 
+    def require_own(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that is not of this optimizer, as `load` does."""
+        due = {name: (tuple(p.shape), tuple(b.state)) for b in self._buffers for name, p in b.parameters.items()}
+        require_fits(saved, type(self.rule).__name__, due)
+
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes over a state that was saved, at this or another size of the group. Sends nothing.
 
         Raises ValueError, and changes nothing, where it is not of this optimizer: of another rule, of other parameters,
         shapes or state tensors. Which, the message says.
         """
-        due = {name: (tuple(p.shape), tuple(b.state)) for b in self._buffers for name, p in b.parameters.items()}
-        require_fits(saved, type(self.rule).__name__, due)
+        self.require_own(saved)
         for buffer in self._buffers:
             for kind, part in buffer.state.items():
                 whole = buffer.cut.joined([saved["parameters"][name][kind] for name in buffer.parameters])

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 from harness.candidate import NotOffered, Sharded
-from harness.candidates import megatron_clip, megatron_data_parallel, megatron_loss_scale, megatron_pipeline
+from harness.candidates import (
+    megatron_clip,
+    megatron_data_parallel,
+    megatron_loss_scale,
+    megatron_mixed_precision,
+    megatron_pipeline,
+)
 from harness.candidates import megatron_core_transformer as transformer
 from harness.candidates import megatron_schedules as schedules
 from harness.candidates.known_faults import WithKnownFaults
@@ -27,6 +33,7 @@ from harness.candidates.megatron_core_on_cpu import present_cpu_as_the_device
 from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule
@@ -40,6 +47,7 @@ from reference.linear import LinearCase
 from reference.linear_traffic import with_input_gradient
 from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
+from reference.mixed_precision import MixedPrecisionCase
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.traffic import Transfer
@@ -91,6 +99,7 @@ class MegatronCore(WithKnownFaults):
         *schedules.FEATURES,
         *megatron_pipeline.FEATURES,
         *megatron_loss_scale.LOSS_SCALE_FEATURES,
+        *megatron_mixed_precision.MIXED_PRECISION_FEATURES,
         *megatron_clip.CLIP_FEATURES,
     )
     initialization = "full"
@@ -252,6 +261,10 @@ class MegatronCore(WithKnownFaults):
 
     def loss_scaler(self, case: LossScaleCase) -> LossScaler:
         return megatron_loss_scale.grad_scaler(case)
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
+        stage = dist.get_rank(self._group("pp"))
+        return megatron_mixed_precision.mixed_precision(case, parameters, self._group("dp"), stage)
 
     def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
         group = self.group(("tp", "pp"))

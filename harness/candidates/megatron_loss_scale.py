@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.candidates.megatron_core_on_cpu import MadeOnTheCpu
 from harness.loss_scale import LossScaler
-from reference.loss_scale import LossScaleCase
+from reference.loss_scale import LossScaleCase, Scaling
 
 if importlib.util.find_spec("megatron") is not None:
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -25,21 +25,25 @@ LOSS_SCALE_FEATURES = (
 _NONE = 2.0**-100
 
 
-def grad_scaler(case: LossScaleCase) -> LossScaler:
+def scaler_of(asked: Scaling) -> Any:
     """A ConstantGradScaler or a DynamicGradScaler."""
-    asked = case.asked
     with MadeOnTheCpu():
         if asked.kind == "constant":
-            made: Any = ConstantGradScaler(asked.initial)
-        else:
-            made = DynamicGradScaler(
-                initial_scale=asked.initial,
-                min_scale=asked.minimum or _NONE,
-                growth_factor=asked.growth_factor,
-                backoff_factor=asked.backoff_factor,
-                growth_interval=asked.growth_interval,
-                hysteresis=asked.hysteresis,
-            )
+            return ConstantGradScaler(asked.initial)
+        return DynamicGradScaler(
+            initial_scale=asked.initial,
+            min_scale=asked.minimum or _NONE,
+            growth_factor=asked.growth_factor,
+            backoff_factor=asked.backoff_factor,
+            growth_interval=asked.growth_interval,
+            hysteresis=asked.hysteresis,
+        )
+
+
+def grad_scaler(case: LossScaleCase) -> LossScaler:
+    """As a trainer uses it."""
+    asked = case.asked
+    made = scaler_of(asked)
 
     def update(found_inf: bool) -> bool:
         made.update(found_inf)

@@ -31,6 +31,8 @@ from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_clip import CLIP_FEATURES, clip_grad_norm
 from harness.candidates.torch_data_parallel import DDP_FEATURES, distributed
 from harness.candidates.torch_loss_scale import LOSS_SCALE_FEATURES, grad_scaler
+from harness.candidates.torch_mixed_precision import MIXED_PRECISION_FEATURES
+from harness.candidates.torch_mixed_precision import mixed_precision as torch_mixed_precision
 from harness.candidates.torch_pipeline import PIPELINE_FEATURES
 from harness.candidates.torch_pipeline import pipeline as torch_pipeline
 from harness.candidates.torch_sharded_optimizer import ZERO_FEATURES, all_reduces_and_broadcasts, zero_redundancy
@@ -38,6 +40,7 @@ from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -53,6 +56,7 @@ from reference.linear import LinearCase, tensors
 from reference.linear_traffic import with_output_gradient
 from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
+from reference.mixed_precision import MixedPrecisionCase
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
@@ -100,6 +104,7 @@ class TorchNative(WithKnownFaults):
         *PIPELINE_FEATURES,
         *schedules.FEATURES,
         *LOSS_SCALE_FEATURES,
+        *MIXED_PRECISION_FEATURES,
         *CLIP_FEATURES,
     )
     uneven = "chunk"
@@ -248,6 +253,9 @@ class TorchNative(WithKnownFaults):
 
     def loss_scaler(self, case: LossScaleCase) -> LossScaler:
         return grad_scaler(case, self.known_fault)
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
+        return torch_mixed_precision(case, parameters, self.device_mesh)
 
     def clip_gradients(self, case: ClipCase, parameters: Mapping[str, nn.Parameter]) -> Clipper:
         return clip_grad_norm(case, parameters, self.device_mesh, self.known_fault)

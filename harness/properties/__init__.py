@@ -16,6 +16,7 @@ from harness.properties.gpt import GPT
 from harness.properties.linear import LINEAR
 from harness.properties.loss_scale import LOSS_SCALE
 from harness.properties.mesh import MESH
+from harness.properties.mixed_precision import MIXED_PRECISION
 from harness.properties.pipeline import PIPELINE
 from harness.properties.schedule import SCHEDULE
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
@@ -37,6 +38,7 @@ PROPERTIES: Mapping[str, Property] = {
         GPT,
         LOSS_SCALE,
         CLIP,
+        MIXED_PRECISION,
         SCHEDULE,
     )
 }

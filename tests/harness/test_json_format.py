@@ -24,6 +24,7 @@ from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
 from reference.linear import LinearCase, LinearRecipes
 from reference.loss_scale import Event, Scaling
+from reference.mixed_precision import Group, MixedParameter, MixedPrecisionRecipes, Overflow
 from reference.pipeline import Block, PipelineRecipes
 from reference.recipe import KINDS, Recipe
 from reference.sharded_optimizer import Parameter, ShardedOptimizerRecipes
@@ -78,6 +79,9 @@ def test_the_keys_of_a_case(run: Any, tmp_path: Path) -> None:
         ("A scaling", Scaling),
         ("An event", Event),
         ("A parameter of clip", ClipParameter),
+        ("A parameter of mixed_precision", MixedParameter),
+        ("A group", Group),
+        ("An overflow", Overflow),
         ("A recipe", Recipe),
         ("Ids", Ids),
     ],
@@ -102,6 +106,7 @@ def test_the_names_that_recipes_have() -> None:
         ("transformer", TransformerRecipes),
         ("data_parallel", DataParallelRecipes),
         ("sharded_optimizer", ShardedOptimizerRecipes),
+        ("mixed_precision", MixedPrecisionRecipes),
         ("pipeline", PipelineRecipes),
         ("clip", ClipRecipes),
     ):

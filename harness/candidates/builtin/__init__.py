@@ -17,6 +17,7 @@ import strategies.embedding
 import strategies.gpt
 import strategies.linear
 import strategies.loss_scale
+import strategies.mixed_precision
 import strategies.pipeline
 import strategies.schedule
 import strategies.sharded_optimizer
@@ -28,6 +29,7 @@ from harness.candidates.builtin import (
     gpt,
     layers,
     loss_scale,
+    mixed_precision,
     pipeline,
     reductions,
     sharded_optimizer,
@@ -37,6 +39,7 @@ from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
+from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
@@ -51,6 +54,7 @@ from reference.gpt import GptCase
 from reference.linear import LinearCase
 from reference.loss_scale import LossScaleCase
 from reference.mesh import Mesh
+from reference.mixed_precision import MixedPrecisionCase
 from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
@@ -98,6 +102,7 @@ class Builtin(Candidate):
             strategies.gpt,
             strategies.loss_scale,
             strategies.clip,
+            strategies.mixed_precision,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -186,6 +191,9 @@ class Builtin(Candidate):
 
     def clip_gradients(self, case: ClipCase, parameters: Mapping[str, torch.nn.Parameter]) -> Clipper:
         return clip.clip_gradients(case, parameters, self.groups)
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
+        return mixed_precision.mixed_precision(case, parameters, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind
