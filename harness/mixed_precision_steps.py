@@ -6,7 +6,7 @@ import io
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def attempt(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -
         with phase("load"):
             one.loader(optimizer)(state)
     except CandidateRaised as error:
-        changed = one.moved(before, one.reading(parameters, optimizer))
+        changed = moved(before, one.reading(parameters, optimizer))
         return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: changed})
     return Observation(facts={REFUSED: None})
 
@@ -81,7 +81,7 @@ class _Run:
                 parameters, optimizer = self._resumed(parameters, optimizer)
             if case.reload and step == case.reload:
                 self._reload(parameters, optimizer)
-            scale = self._number("scale", optimizer.scale)
+            scale = number("scale", optimizer.scale)
             self._set_gradients(case, parameters, step, scale)
             before = self.reading(parameters, optimizer)
             with phase(f"step {step}"):
@@ -89,8 +89,8 @@ class _Run:
             if not isinstance(skipped, bool):
                 said = reprlib.repr(skipped)
                 raise WrongResult(f"step returned {said}; expected whether the step was skipped, a bool")
-            self.seen.append({"by": scale, "skipped": skipped, **self._decisions(optimizer)})
-            self.moved_in.append(self.moved(before, self.reading(parameters, optimizer)))
+            self.seen.append({"by": scale, "skipped": skipped, **decisions(optimizer)})
+            self.moved_in.append(moved(before, self.reading(parameters, optimizer)))
             self._keep(parameters, optimizer, step, skipped)
         facts = {SEEN: self.seen, OWNED: self.owned, MOVED: self.moved_in}
         return Observation(self.tensors, side_effects=tuple(purity.report()), facts=facts)
@@ -140,11 +140,7 @@ class _Run:
         """The state, as it comes back from a file."""
         if optimizer.save is None:
             raise NotOffered("the mixed-precision optimizer has no save")
-        file = io.BytesIO()
-        with phase("save"):
-            torch.save(optimizer.save(), file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return through_a_file(optimizer.save)
 
     def _resumed(self, parameters: Parameters, optimizer: MixedPrecision) -> tuple[Parameters, MixedPrecision]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""
@@ -177,25 +173,6 @@ class _Run:
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
             else:
                 parameter.grad = gradient
-
-    def _decisions(self, optimizer: MixedPrecision) -> dict[str, float]:
-        found = {"scale": self._number("scale", optimizer.scale)}
-        if optimizer.counters is not None:
-            with phase("counters"):
-                counters: Any = optimizer.counters()
-            if not isinstance(counters, Mapping) or set(counters) - {"good", "left"}:
-                raise WrongAdapter(f"counters returned {reprlib.repr(counters)}; expected 'good' and 'left', or one")
-            found |= {name: int(value) for name, value in counters.items()}
-        if optimizer.steps is not None:
-            found["steps"] = int(self._number("steps", optimizer.steps))
-        return found
-
-    def _number(self, what: str, read: Callable[[], Any]) -> float:
-        with phase(what):
-            found = read()
-        if not isinstance(found, float | int) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-            raise WrongResult(f"{what} returned {reprlib.repr(found)}; expected a number, or a tensor of one element")
-        return float(found)
 
     def reading(self, parameters: Parameters, optimizer: MixedPrecision) -> Read:
         """Copies of the model's parameters, the masters and the state, of the elements that this rank keeps."""
@@ -234,10 +211,6 @@ class _Run:
                 f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of elements"
             ) from None
 
-    def moved(self, before: Read, after: Read) -> list[str]:
-        """What has other bits than before."""
-        return [name for name, old in before.items() if not _same(old, after[name])]
-
     def _keep(self, parameters: Parameters, optimizer: MixedPrecision, step: int, skipped: bool) -> None:
         """Everything after a step, under the names of the reference; of length 0 what is of another stage."""
         case, read = self.case, self.reading(parameters, optimizer)
@@ -258,8 +231,53 @@ class _Run:
         if case.clip and not skipped:
             for what, function in (("norm", optimizer.norm), ("coefficient", optimizer.coefficient)):
                 if function is not None:
-                    number = self._number(what, function)
-                    self.tensors[f"{what}[{step}]"] = local_tensor(what, torch.tensor([number], dtype=torch.float64))
+                    found = torch.tensor([number(what, function)], dtype=torch.float64)
+                    self.tensors[f"{what}[{step}]"] = local_tensor(what, found)
+
+
+class Decides(Protocol):
+    """What has a loss scale, and says what it decided."""
+
+    scale: Callable[[], float | torch.Tensor]
+    counters: Callable[[], Mapping[str, int]] | None
+    steps: Callable[[], int] | None
+
+
+def decisions(optimizer: Decides) -> dict[str, float]:
+    """The scale, and the counts that it offers."""
+    found = {"scale": number("scale", optimizer.scale)}
+    if optimizer.counters is not None:
+        with phase("counters"):
+            counters: Any = optimizer.counters()
+        if not isinstance(counters, Mapping) or set(counters) - {"good", "left"}:
+            raise WrongAdapter(f"counters returned {reprlib.repr(counters)}; expected 'good' and 'left', or one")
+        found |= {name: int(value) for name, value in counters.items()}
+    if optimizer.steps is not None:
+        found["steps"] = int(number("steps", optimizer.steps))
+    return found
+
+
+def number(what: str, read: Callable[[], Any]) -> float:
+    """What a function returns, a number or a tensor of one element."""
+    with phase(what):
+        found = read()
+    if not isinstance(found, float | int) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
+        raise WrongResult(f"{what} returned {reprlib.repr(found)}; expected a number, or a tensor of one element")
+    return float(found)
+
+
+def through_a_file(save: Callable[[], object]) -> Any:
+    """A state, as it comes back from a file."""
+    file = io.BytesIO()
+    with phase("save"):
+        torch.save(save(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def moved(before: Read, after: Read) -> list[str]:
+    """What has other bits than before."""
+    return [name for name, old in before.items() if not _same(old, after[name])]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -82,8 +82,8 @@ class TrainStepCase:
             raise ValueError(f"load {self.load} of {self.steps} steps: expected 0, or less than the steps, from 1")
         if self.resume != "same" and (not self.load or "dp" not in model.mesh.names or model.replica_axes):
             raise ValueError(
-                f"resume {self.resume!r} with load {self.load} on {model.mesh}: expected a load, and no axes but tp, pp "
-                "and dp, and dp among them"
+                f"resume {self.resume!r} with load {self.load} on {model.mesh}: expected a load, and no axes but tp, "
+                "pp and dp, and dp among them"
             )
         self._refuse_scales_and_overflows()
 
@@ -160,4 +160,3 @@ class TrainStepCase:
             event = replace(one, axes=axes).event
             if one.step == step and held and event.hits(self.mesh, rank):
                 yield held[one.parameter % len(held)], one.element, one.value
-

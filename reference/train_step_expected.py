@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from reference.data_parallel_gradients import over_ranks
-from reference.gpt_parameters import EMBEDDING, OUTPUT, tensors
+from reference.gpt_parameters import EMBEDDING, OUTPUT, owner_of, tensors
 from reference.gpt_step import divisors, loss_of, of_ranks, units
 from reference.largest import Largest
 from reference.loss_scale import after, begin
@@ -34,19 +34,44 @@ class Undecided(ValueError):
     """Whether a step of the case overflows is decided by rounding: the case is not to be drawn."""
 
 
+@dataclass(frozen=True)
+class Changed:
+    """A known mistake. scaled: gradients are multiplied by the loss scale to this power. times: and by this. norm_of:
+    of which ranks along pp the norm is. tied_twice: a tied embedding is in it twice. added: gradients are added to
+    those of the steps before. anew: before this step all state is set to zero."""
+
+    scaled: int = 0
+    times: float = 1.0
+    norm_of: int | None = None
+    tied_twice: bool = False
+    added: bool = False
+    anew: int = 0
+
+
+_RIGHT = Changed()
+
+
 @dataclass
 class _Model:
     """Values, [shape], and state tensors by name, of every parameter but a tied output."""
 
     case: TrainStepCase
+    change: Changed
     values: Tensors
     masters: Tensors
     states: dict[str, Tensors]
 
     @staticmethod
-    def of(case: TrainStepCase, given: Tensors) -> _Model:
-        states = {name: {kind: torch.zeros_like(x) for kind in case.states} for name, x in given.items()}
-        return _Model(case, dict(given), dict(given), states)
+    def of(case: TrainStepCase, given: Tensors, change: Changed = _RIGHT) -> _Model:
+        made = _Model(case, change, dict(given), dict(given), {})
+        made.begin()
+        return made
+
+    def begin(self) -> None:
+        """All state is zero."""
+        self.states = {
+            name: {kind: torch.zeros_like(x) for kind in self.case.states} for name, x in self.values.items()
+        }
 
     def gradients(self, step: int, scale: float) -> tuple[Tensors, torch.Tensor]:
         """Of each data-parallel rank, [D, *shape], of the scaled loss, in which ranks have the share that becomes their
@@ -68,12 +93,14 @@ class _Model:
 
     def step(self, gradients: Tensors, planned: Planned) -> Tensors:
         """Updates all values; returns what was found on the way, by name."""
-        case, found = self.case, Tensors()
+        case, change, found = self.case, self.change, Tensors()
         means = {name: over_ranks(gradient, 0, "fp32", gradient.shape[0]) for name, gradient in gradients.items()}
         with computed_in("fp32"):
             means = {name: gradient / planned.scale for name, gradient in means.items()}
+        if change != _RIGHT:
+            means = {name: x * change.times * planned.scale**change.scaled for name, x in means.items()}
         if case.clip:
-            flat = [gradient.flatten() for gradient in means.values()]
+            flat = [means[name].flatten() for name in self._counted()]
             norm, coefficient = clipping(flat, case.clip, case.clip_eps)
             found = {"norm": norm.view(1), "coefficient": coefficient.view(1)}
             with computed_in("fp32"):
@@ -81,6 +108,13 @@ class _Model:
         for name, gradient in means.items():
             self._update(name, gradient, planned.t)
         return found
+
+    def _counted(self) -> list[str]:
+        """The parameters whose gradients are in the norm."""
+        change, names = self.change, list(self.values)
+        if change.norm_of is not None:
+            names = [name for name in names if owner_of(self.case.model, name) == change.norm_of]
+        return names + [EMBEDDING] * change.tied_twice
 
     def _update(self, name: str, gradient: torch.Tensor, t: int) -> None:
         case, state = self.case, self.states[name]
@@ -132,20 +166,27 @@ def _overflows(case: TrainStepCase, step: int, largest: Largest) -> bool:
     if largest.backward * _MARGIN < limit:
         return False
     raise Undecided(
-        f"step {step} of the case has gradients near {limit:g}, so that rounding decides whether it overflows: expected "
-        "a smaller scale, or a much larger one"
+        f"step {step} of the case has gradients near {limit:g}, so that rounding decides whether it overflows: "
+        "expected a smaller scale, or a much larger one"
     )
 
 
-def expected(case: TrainStepCase, given: Tensors, plans: Sequence[Planned]) -> dict[str, torch.Tensor | None]:
-    """All values, float64. plans: as of `plan`, made before, as rounding does not decide them."""
+def expected(
+    case: TrainStepCase, given: Tensors, plans: Sequence[Planned], change: Changed = _RIGHT
+) -> dict[str, torch.Tensor | None]:
+    """All values, float64. plans: as of `plan`, made before, as rounding does not decide them. change: a mistake that
+    is made."""
     out: dict[str, torch.Tensor | None] = {}
-    model = _Model.of(case, given)
+    model, before = _Model.of(case, given, change), Tensors()
     for step, planned in enumerate(plans):
+        if change.anew and step == change.anew:
+            model.begin()
         if planned.skipped:
             out[f"loss[{step}]"] = model.loss(step)
             continue
         gradients, out[f"loss[{step}]"] = model.gradients(step, planned.scale)
+        if change.added:
+            before = gradients = {name: x + before.get(name, 0.0) for name, x in gradients.items()}
         out |= {f"{name}[{step}]": value for name, value in model.step(gradients, planned).items()}
     for name in (*model.values, *((OUTPUT,) if case.model.tied else ())):
         source = name if name in model.values else EMBEDDING
@@ -155,4 +196,3 @@ def expected(case: TrainStepCase, given: Tensors, plans: Sequence[Planned]) -> d
             del found[f"{name}.master"]
         out |= {what: values.clone() for what, values in found.items()}
     return out
-

@@ -66,8 +66,8 @@ class Trainer:
     def step(
         self, ids: Sequence[torch.Tensor], targets: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor | None, Stepped]:
-        """A step with a batch, given as in `ParallelGPT.step`: its loss, where that returns it, and what was done. Every
-        rank must call it."""
+        """A step with a batch, given as in `ParallelGPT.step`: its loss, where that returns it, and what was done.
+        Every rank must call it."""
         self._zero_gradients()
         loss = self.model.step(ids, targets, scale=self._loss_scale())
         return loss, self.optimizer.step()

@@ -222,7 +222,7 @@ def _small(case: GptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     yield {"depths": case.depths[: pp * case.chunks]}
 
 
-def _measure(case: GptCase) -> tuple[Any, ...]:
+def measure(case: GptCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
     lists = case.depths, case.sizes, case.counts
     sizes = case.heads + case.hidden + case.ffn + case.vocabulary + (case.heads - case.kv_heads)
@@ -278,4 +278,4 @@ def needs(case: GptCase) -> dict[str, bool]:
     }
 
 
-_SIMPLER = Simpler(GptCase, ("depths", "sizes", "length", "counts", "chunks"), _measure, within, Recipe("normal"))
+_SIMPLER = Simpler(GptCase, ("depths", "sizes", "length", "counts", "chunks"), measure, within, Recipe("normal"))
