@@ -17,6 +17,7 @@ from reference.mixed_precision import DTYPES, UNSCALED, Overflow
 from reference.train_step import Resume, TrainStepCase
 from reference.train_step_expected import Undecided, plan
 from strategies.layers import one_in
+from strategies.mesh import smaller_meshes
 from strategies.scope import Scope
 from strategies.simpler import Simpler
 
@@ -140,30 +141,26 @@ def _overflows(draw: st.DrawFn, mesh: Mesh, steps: int) -> Overflow:
 
 
 def simpler(case: TrainStepCase, scope: Scope) -> Iterator[TrainStepCase]:
-    """Simpler models, the smallest meshes first; then fewer steps and options, one or all."""
+    """The smallest meshes with a small model, then plain options, fewer steps, and simpler models."""
     changed = _SIMPLER.changed
+    for mesh in _meshes(case.mesh):
+        for model in _small(case.model, mesh):
+            fitted = _on(case, model)
+            yield from changed(case, scope, **fitted)
+            if case.overflows and mesh.names:
+                step = case.overflows[0].step
+                yield from changed(case, scope, **fitted | {"overflows": (Overflow(step, axes=mesh.names),)})
     options = _SIMPLER.options(case)
-    for model in strategies.gpt.simpler(case.model, of_model(scope)):
-        fitted = _on(case, model)
-        if model.mesh.size < case.mesh.size:
-            # What the fault needs may have to do with the mesh, so that all else stays once.
-            yield from changed(case, scope, **fitted)
-            for axes in [(name,) for name in model.mesh.names if model.mesh.axis_size(name) > 1]:
-                if case.overflows:
-                    yield from changed(
-                        case, scope, **fitted | {"overflows": (Overflow(case.overflows[0].step, axes=axes),)}
-                    )
-        else:
-            yield from changed(case, scope, **fitted)
     yield from changed(case, scope, **options)
-    for name, plain in options.items():
-        yield from changed(case, scope, **{name: plain})
+    for name in options:
         yield from changed(case, scope, **{other: value for other, value in options.items() if other != name})
     for steps in range(1, case.steps):
         overflows = tuple(one for one in case.overflows if one.step < steps)
-        for load in {min(case.load, steps - 1), 0}:
+        for load in sorted({min(case.load, steps - 1), 0}):
             resume = case.resume if load else "same"
             yield from changed(case, scope, steps=steps, overflows=overflows, load=load, resume=resume)
+    for name, plain in options.items():
+        yield from changed(case, scope, **{name: plain})
     yield from changed(case, scope, load=min(1, case.load))
     for scaling in (_SCALED, _MOVING):
         yield from changed(case, scope, scaling=scaling)
@@ -172,6 +169,25 @@ def simpler(case: TrainStepCase, scope: Scope) -> Iterator[TrainStepCase]:
         yield from changed(case, scope, overflows=rest[0] + rest[1])
         for milder in _milder(one):
             yield from changed(case, scope, overflows=(*rest[0], milder, *rest[1]))
+    for model in strategies.gpt.simpler(case.model, of_model(scope)):
+        yield from changed(case, scope, **_on(case, model))
+
+
+def _meshes(mesh: Mesh) -> Iterator[Mesh]:
+    """Smaller ones, from two ranks up, without axes of one rank; then one rank. A trainer has faults of several ranks,
+    and each try costs all its steps."""
+    found = [one for one in smaller_meshes(mesh) if all(size > 1 for _, size in one.axes)]
+    yield from sorted(found, key=lambda one: (one.size == 1, one.size))
+
+
+def _small(model: GptCase, mesh: Mesh) -> Iterator[GptCase]:
+    """Plain and tiny, then tiny, then as it is."""
+    plain: dict[str, Any] = {"recompute": "none", "positions": "none", "qk_norm": False, "bias": False}
+    for changes in ({**next(strategies.gpt.small(model, mesh)), **plain}, *strategies.gpt.small(model, mesh), {}):
+        try:
+            yield replace(model, mesh=mesh, **changes)
+        except ValueError:
+            continue
 
 
 def _on(case: TrainStepCase, model: GptCase) -> dict[str, Any]:
