@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from reference.data_parallel_gradients import over_ranks
-from reference.gpt_parameters import EMBEDDING, OUTPUT, owner_of, tensors
+from reference.gpt_parameters import EMBEDDING, OUTPUT, tensors
 from reference.gpt_step import divisors, loss_of, of_ranks, units
 from reference.largest import Largest
 from reference.loss_scale import after, begin
@@ -36,13 +36,12 @@ class Undecided(ValueError):
 
 @dataclass(frozen=True)
 class Changed:
-    """A known mistake. scaled: gradients are multiplied by the loss scale to this power. times: and by this. norm_of:
-    of which ranks along pp the norm is. tied_twice: a tied embedding is in it twice. added: gradients are added to
-    those of the steps before. anew: before this step all state is set to zero."""
+    """A known mistake. scaled: gradients are multiplied by the loss scale to this power. times: and by this.
+    tied_twice: a tied embedding is twice in the norm. added: gradients are added to those of the steps before. anew:
+    before this step all state is set to zero."""
 
     scaled: int = 0
     times: float = 1.0
-    norm_of: int | None = None
     tied_twice: bool = False
     added: bool = False
     anew: int = 0
@@ -111,10 +110,7 @@ class _Model:
 
     def _counted(self) -> list[str]:
         """The parameters whose gradients are in the norm."""
-        change, names = self.change, list(self.values)
-        if change.norm_of is not None:
-            names = [name for name in names if owner_of(self.case.model, name) == change.norm_of]
-        return names + [EMBEDDING] * change.tied_twice
+        return [*self.values, *[EMBEDDING] * self.change.tied_twice]
 
     def _update(self, name: str, gradient: torch.Tensor, t: int) -> None:
         case, state = self.case, self.states[name]
