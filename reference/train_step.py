@@ -153,10 +153,12 @@ class TrainStepCase:
     def hits(self, rank: int, step: int) -> Iterator[tuple[str, int, Value]]:
         """Parameter, element and value of each overflow that is put into this rank's own gradients; the element is to
         be taken modulo the rank's elements of the parameter. A rank without parameters is spared."""
-        held = [name for name in shapes(self.model) if owner_of(self.model, name) == self.mesh.coordinate(rank, "pp")]
-        for one in self.overflows:
+        due = [one for one in self.overflows if one.step == step]
+        stage = self.mesh.coordinate(rank, "pp")
+        held = [name for name in shapes(self.model) if owner_of(self.model, name) == stage] if due else []
+        for one in due:
             # Ranks that are alone are one process each: they must go the same way.
             axes = tuple(name for name in one.axes if name != "dp" or not self.is_alone(step))
             event = replace(one, axes=axes).event
-            if one.step == step and held and event.hits(self.mesh, rank):
+            if held and event.hits(self.mesh, rank):
                 yield held[one.parameter % len(held)], one.element, one.value

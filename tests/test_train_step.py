@@ -48,11 +48,14 @@ RIGHT = {
     "cut over dp, in bf16": replace(
         PLAIN, model=replace(MODEL, dtype="bf16"), steps=3, momentum=0.75, sharded=True, clip=1.0, load=2
     ),
-    "three ranks of heads and four of data": replace(
-        PLAIN, model=replace(MODEL, mesh=Mesh.of(dp=4), chunks=2, schedule="interleaved"), steps=2, clip=1.0, sharded=True
+    "copies on one rank": replace(
+        PLAIN, model=replace(MODEL, mesh=Mesh.of(dp=4), chunks=2, schedule="interleaved"), steps=2, clip=1.0,
+        sharded=True,
     ),
     "apart": replace(PLAIN, steps=3, **ADAM, sharded=True, load=1, resume="apart", clip=1.0),
-    "together": replace(PLAIN, steps=2, momentum=0.75, load=1, resume="together", overflows=(Overflow(0, axes=("dp",)),)),
+    "together": replace(
+        PLAIN, steps=2, momentum=0.75, load=1, resume="together", overflows=(Overflow(0, axes=("dp",)),)
+    ),
     "overflows of itself": replace(
         PLAIN, model=replace(MODEL, dtype="fp16"), steps=3, clip=1.0,
         scaling=Scaling(initial=2.0**32, backoff_factor=2.0**-24, minimum=1.0),
