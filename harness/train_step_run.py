@@ -51,6 +51,7 @@ class _Run:
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     moved_in: list[list[str]] = field(default_factory=list)
+    last: Read = field(default_factory=dict)
 
     def all(self) -> Observation:
         case, purity = self.case, Purity()
@@ -59,9 +60,11 @@ class _Run:
         if part.trainer.loaded is not None:
             with phase("loaded"):
                 part.trainer.loaded()
+        self.last = self.reading(part)
         for step in range(case.steps):
             if case.load and step == case.load:
                 part = self._resumed(part, step)
+                self.last = self.reading(part)
             self._train(part, step)
         layouts = {name: layout_of(case.model, name, said) for name, said in part.running.said.items()}
         owned = {name: self._owned(part, name) for name in part.parameters}
@@ -102,7 +105,6 @@ class _Run:
         if case.overflows and trainer.after_backward is not None:
             with phase("after_backward"):
                 trainer.after_backward(lambda: self._overflow(part, step))
-        before = self.reading(part)
         handed = self._batch(step)
         copies = [x.clone() for x in handed]
         with phase(f"step {step}"):
@@ -117,7 +119,9 @@ class _Run:
                 f"skipped returned {reprlib.repr(skipped)}; expected whether the step was skipped, a bool"
             )
         self.seen.append({"by": scale, "skipped": skipped, **decisions(trainer)})
-        self.moved_in.append(moved(before, self.reading(part)))
+        now = self.reading(part)
+        self.moved_in.append(moved(self.last, now))
+        self.last = now
         for what, function in (("norm", trainer.norm), ("coefficient", trainer.coefficient)):
             if function is not None and case.clip and not skipped:
                 found = torch.tensor([number(what, function)], dtype=torch.float64)
@@ -182,7 +186,7 @@ class _Run:
 
     def _keep(self, part: _Part, layouts: dict[str, Layout]) -> None:
         """Everything at the end; of parameters on other stages, tensors without elements."""
-        case, read = self.case, self.reading(part)
+        case, read = self.case, self.last
         for name, layout in layouts.items():
             shape = window(part.running.shapes[name], layout, case.mesh, self.rank).shape
             for what in (name, *(f"{name}.{kind}" for kind in case.kept)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from harness.candidates.builtin.gpt import layouts, model_of, own_name
@@ -28,14 +30,31 @@ def train_step(case: TrainStepCase, groups: ProcessGroups) -> Trainer:
     )
     parameters = {own_name(name): parameter for name, parameter in model.named_parameters().items()}
     kept = {name: _first(made, parameter) for name, parameter in parameters.items()}
+    owned = {name: [made.optimizer.owned(own)] for name, own in kept.items()}
     done: list[Stepped] = []
+    states: dict[str, dict[str, torch.Tensor]] = {}
 
     def step(ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
         sizes = list(case.model.sizes)
         pairs = zip(torch.split(targets, sizes), torch.split(valid, sizes), strict=True)
         loss, stepped = made.step(torch.split(ids, sizes), list(pairs))
         done[:] = [stepped]
+        states.clear()
         return loss
+
+    def loaded() -> None:
+        made.refresh()
+        states.clear()
+
+    def load(saved: Any) -> None:
+        made.load(saved)
+        states.clear()
+
+    def state(name: str) -> dict[str, torch.Tensor]:
+        """Which is asked for by name, and read at once."""
+        if not states:
+            states.update(made.optimizer.states())
+        return states[kept[name]]
 
     def number(found: float | None) -> float:
         assert found is not None
@@ -48,16 +67,16 @@ def train_step(case: TrainStepCase, groups: ProcessGroups) -> Trainer:
         layouts(case.model),
         lambda: scaler.scale,
         lambda: done[0].skipped,
-        loaded=made.refresh,
+        loaded=loaded,
         counters=(lambda: {name: scaler.state()[name] for name in ("good", "left")}) if dynamic else None,
         steps=lambda: made.optimizer.steps,
         norm=lambda: number(done[0].norm),
         coefficient=lambda: number(done[0].coefficient),
-        master=lambda name: made.optimizer.state(kept[name])["master"],
-        state=lambda name, kind: made.optimizer.state(kept[name])[kind],
-        owned=lambda name: [made.optimizer.owned(kept[name])],
+        master=lambda name: state(name)["master"],
+        state=lambda name, kind: state(name)[kind],
+        owned=lambda name: owned[name],
         save=made.save,
-        load=made.load,
+        load=load,
         after_backward=lambda hook: setattr(model, "after_backward", hook),
     )
 
