@@ -68,7 +68,7 @@ SHOWS = {
     "F26c": replace(PLAIN, steps=2, warmup=4, overflows=(Overflow(),)),
     "F32b": replace(PLAIN, model=TENSOR, clip=1.0),
     "F33b": replace(PLAIN, clip=1.0),
-    "F38b": replace(PLAIN, clip=1.0),
+    "F38c": replace(PLAIN, clip=1.0),
     "F46c": PLAIN,
     "F82": replace(PLAIN, scaling=SCALED),
     "F83": replace(PLAIN, scaling=SCALED),
@@ -88,7 +88,7 @@ HIDES = {
     "F26c": replace(PLAIN, steps=2, overflows=(Overflow(),)),
     "F32b": PLAIN,
     "F33b": replace(PLAIN, model=replace(MODEL, mesh=Mesh.of(dp=4)), clip=1.0),
-    "F38b": PLAIN,
+    "F38c": PLAIN,
     "F46c": replace(PLAIN, model=replace(MODEL, tied=False)),
     "F82": PLAIN,
     "F83": PLAIN,
@@ -105,7 +105,7 @@ HIDES = {
 #: What is said of some of them.
 CAUSES = {
     "F26c": "steps that are skipped counted for the learning rate",
-    "F38b": "both copies of the tied embedding counted in the norm",
+    "F38c": "both copies of the tied embedding counted in the norm",
     "F82": "the loss scale were not divided out",
     "F83": "the loss scale were divided out twice",
     "F85": "gradients were averaged over dp",

@@ -172,7 +172,7 @@ MUTANTS = (
         "NVIDIA-NeMo/RL#3788",
     ),
     _mutant("F33b", "the trainer's norm is not reduced over pp", _norm_over("tp", "dp"), "pytorch/torchtitan#649"),
-    _mutant("F38b", "the tied embedding counts in the trainer's norm on both stages", _tied_counted_twice),
+    _mutant("F38c", "the tied embedding counts in the trainer's norm on both stages", _tied_counted_twice),
     _mutant(
         "F46c", "gradients are reduced over dp before the copies of the tied embedding are summed",
         _reduced_before_the_tied_sum, "NVIDIA/Megatron-LM#844",
