@@ -15,6 +15,7 @@ from harness.mixed_precision import MixedPrecision
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
+from harness.train_step import Trainer
 from reference.layout import Each, Partial, Split, Whole
 from reference.mesh import Mesh
 
@@ -40,6 +41,7 @@ __all__ = [
     "Sharded",
     "ShardedOptimizer",
     "Split",
+    "Trainer",
     "Whole",
     "cases",
     "check",

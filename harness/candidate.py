@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from harness.schedule import PipelineSchedule
     from harness.sharded_optimizer import ShardedOptimizer
     from harness.stages import StageModule
+    from harness.train_step import Trainer
     from reference.all_reduce import AllReduceCase
     from reference.clip import ClipCase
     from reference.collectives import CollectivesCase
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from reference.schedule import Action, ScheduleCase
     from reference.sharded_optimizer import ShardedOptimizerCase
     from reference.traffic import Transfer
+    from reference.train_step import TrainStepCase
     from reference.transformer import TransformerCase
 
 
@@ -256,6 +258,12 @@ class Candidate:
         """Subject mixed_precision: an optimizer of the parameters that this rank holds, ``parameter{i}``, each the flat
         elements that are this rank's; ``case.parameters[i]`` says how they lie on the others. It keeps masters and
         state in fp32, and a loss scale: ``MixedPrecision(step, scale)``. Called again where a state is loaded."""
+        raise NotImplementedError
+
+    def train_step(self, case: TrainStepCase) -> Trainer:
+        """Subject train_step: this rank's part of a GPT over the axes tp, pp and dp, and whole training steps of it:
+        ``Trainer(step, parameters, layouts, scale, skipped)``. Called again where a state is loaded, maybe for a mesh
+        without dp, of which this instance was opened."""
         raise NotImplementedError
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | Sequence[Sequence[Action]] | None:

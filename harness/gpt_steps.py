@@ -29,7 +29,7 @@ def run(case: GptCase, rank: int, build: Callable[[], object]) -> Observation:
         built = build()
     if not isinstance(built, Gpt):
         raise WrongAdapter(f"gpt returned {reprlib.repr(built)}; expected Gpt(step, parameters, layouts)")
-    return _Run(case, rank, built).all()
+    return Running(case, rank, built).all()
 
 
 def layout_of(case: GptCase, name: str, said: Layout) -> Layout:
@@ -40,7 +40,9 @@ def layout_of(case: GptCase, name: str, said: Layout) -> Layout:
     return (Split(0, "pp", sizes), *placements(said))
 
 
-class _Run:
+class Running:
+    """One rank's part of a model, and what is seen of it."""
+
     def __init__(self, case: GptCase, rank: int, gpt: Gpt) -> None:
         self.case, self.rank, self.gpt = case, rank, gpt
         self.shapes, self.stage = shapes(case), case.mesh.coordinate(rank, "pp")
@@ -49,9 +51,12 @@ class _Run:
 
     def all(self) -> Observation:
         case, gpt, mesh = self.case, self.gpt, self.case.mesh
-        parameters = self._held()
+        parameters = self.held()
         self.purity = Purity()
-        self._load(parameters)
+        self.load(parameters)
+        if case.update == "none":
+            for name, parameter in parameters.items():
+                self.purity.watch(f"parameter {name}", as_local(parameter.tensor), parameter.of)
         if gpt.loaded is not None:
             with phase("loaded"):
                 gpt.loaded()
@@ -61,7 +66,7 @@ class _Run:
             self.purity.watch(name, x)
         with phase("step"):
             loss = gpt.step(*handed)
-        self._read_loss(loss)
+        self.tensors["loss"] = self.loss_seen(loss)
         for name in self.shapes:
             self._read(name, parameters.get(name))
         if gpt.close is not None:
@@ -83,7 +88,7 @@ class _Run:
                 )
         return said
 
-    def _held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, Held]:
         """Every parameter of this rank's stages, and no other."""
         due = [name for name in self.shapes if owner_of(self.case, name) == self.stage]
         for name in due:
@@ -104,7 +109,8 @@ class _Run:
         """Layouts may cover what other cases have."""
         return name.endswith(("_weight", "_bias"))
 
-    def _load(self, parameters: dict[str, Held]) -> None:
+    def load(self, parameters: dict[str, Held]) -> None:
+        """Gives all parameters the values of the case."""
         case, given = self.case, tensors(self.case)
         apart = {name: one for name, one in parameters.items() if not (case.tied and name == OUTPUT)}
         require_apart(apart, dict.fromkeys(apart, True))
@@ -120,21 +126,19 @@ class _Run:
             require_parameter(name, local, said, tuple(values.shape), tuple(part.shape), dtype)
             with phase(f"setting parameter {name}"):
                 parameter.fill(part)
-            if case.update == "none":
-                self.purity.watch(f"parameter {name}", as_local(parameter.tensor), parameter.of)
 
-    def _read_loss(self, loss: object) -> None:
+    def loss_seen(self, loss: object) -> LocalTensor:
+        """What `step` returned, [1], or [0] where there must be none."""
         case = self.case
         if case.mesh.axis_size("pp") - 1 != self.stage:
             if loss is not None:
                 raise WrongResult(f"the loss is {reprlib.repr(loss)} on a rank without the last stage; expected None")
             nothing = torch.zeros(0, dtype=case.loss_format.torch_dtype)
-            self.tensors["loss"] = local_tensor("loss", nothing)
-            return
+            return local_tensor("loss", nothing)
         if not isinstance(loss, torch.Tensor):
             raise WrongResult(f"the loss is {reprlib.repr(loss)} on a rank of the last stage; expected a scalar tensor")
         require_like("the loss", loss, (), case.loss_format.torch_dtype)
-        self.tensors["loss"] = local_tensor("loss", loss.detach().reshape(1))
+        return local_tensor("loss", loss.detach().reshape(1))
 
     def _read(self, name: str, parameter: Held | None) -> None:
         """What came of a parameter: its gradient, or its new values. Of those on other stages there is nothing."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +31,15 @@ def number(what: str, read: Callable[[], Any]) -> float:
     return float(found)
 
 
-def decisions(optimizer: MixedPrecision) -> dict[str, float]:
+class Decides(Protocol):
+    """What has a loss scale, and says what it decided."""
+
+    scale: Callable[[], float | torch.Tensor]
+    counters: Callable[[], Mapping[str, int]] | None
+    steps: Callable[[], int] | None
+
+
+def decisions(optimizer: Decides) -> dict[str, float]:
     """The scale, and of its counters and the count of steps what the candidate offers."""
     found = {"scale": number("scale", optimizer.scale)}
     if optimizer.counters is not None:
@@ -81,6 +90,15 @@ def _read(optimizer: MixedPrecision, name: str, kind: str) -> torch.Tensor:
         return optimizer.master(name)
     assert optimizer.state is not None
     return optimizer.state(name, kind)
+
+
+def through_a_file(save: Callable[[], object]) -> Any:
+    """A state, as it comes back from a file."""
+    file = io.BytesIO()
+    with phase("save"):
+        torch.save(save(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def moved(before: Read, after: Read) -> list[str]:

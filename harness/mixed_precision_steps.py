@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,18 @@ from torch import nn
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, WrongResult
 from harness.mixed_precision import MixedPrecision
-from harness.mixed_precision_reading import Parameters, Ranges, decisions, moved, named, number, numbers, owned, reading
+from harness.mixed_precision_reading import (
+    Parameters,
+    Ranges,
+    decisions,
+    moved,
+    named,
+    number,
+    numbers,
+    owned,
+    reading,
+    through_a_file,
+)
 from harness.observation import LocalTensor, Observation
 from harness.properties.refusal import REFUSED
 from harness.scaling import cut_short
@@ -141,11 +151,7 @@ class _Run:
         """The state, as it comes back from a file."""
         if optimizer.save is None:
             raise NotOffered("the mixed-precision optimizer has no save")
-        file = io.BytesIO()
-        with phase("save"):
-            torch.save(optimizer.save(), file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return through_a_file(optimizer.save)
 
     def _resumed(self, parameters: Parameters, optimizer: MixedPrecision) -> tuple[Parameters, MixedPrecision]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""

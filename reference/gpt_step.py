@@ -74,12 +74,19 @@ def loss_of(case: GptCase, shares: torch.Tensor) -> torch.Tensor:
 
 def reduced(case: GptCase, parts: Tensors) -> Tensors:
     """The gradients of the whole batch, [N, *shape], from those of `units`, all or some."""
+    of_rank = of_ranks(case, parts)
+    with computed_in(case.gradient_format.name):
+        return {name: total.sum(1) for name, total in of_rank.items()}
+
+
+def of_ranks(case: GptCase, parts: Tensors) -> Tensors:
+    """The gradients of the batch of each data-parallel rank, [N, D, *shape], from those of `units`, all or some."""
     with computed_in(case.gradient_format.name):
         of_rank = {name: part.sum(2) for name, part in parts.items()}
         if case.tied and EMBEDDING in of_rank:
             both = of_rank[EMBEDDING] + of_rank[OUTPUT]
             of_rank |= {EMBEDDING: both, OUTPUT: both}
-        return {name: total.sum(1) for name, total in of_rank.items()}
+        return of_rank
 
 
 def _of_size(

@@ -137,16 +137,22 @@ def _reduced(case: MixedPrecisionCase, given: Tensors, i: int, step: int) -> tor
 
 
 def _clipped(case: MixedPrecisionCase, gradients: dict[int, torch.Tensor], step: int) -> Tensors:
-    """Clips the gradients, and returns their norm before and the coefficient. Pascanu et al., "On the difficulty of
-    training recurrent neural networks", ICML 2013, section 3.2."""
+    """Clips the gradients, and returns their norm before and the coefficient."""
+    norm, coefficient = clipping(list(gradients.values()), limit(case), case.clip_eps)
     with computed_in("fp32"):
-        flat = torch.cat(list(gradients.values()))
-        norm = (flat * flat).sum().sqrt()
-        # The limit may be reached by rounding only: then both are right, and nearly alike. A norm of zero gives 1.
-        coefficient = torch.clamp(limit(case) / (norm + case.clip_eps), max=1.0)
         for i in gradients:
             gradients[i] = gradients[i] * coefficient
     return {f"norm[{step}]": norm.view(1), f"coefficient[{step}]": coefficient.view(1)}
+
+
+def clipping(gradients: Sequence[torch.Tensor], most: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 2-norm of flat gradients, and by what they are multiplied so that it is at most ``most``, both scalars.
+    Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2."""
+    with computed_in("fp32"):
+        flat = torch.cat(list(gradients))
+        norm = (flat * flat).sum().sqrt()
+        # The limit may be reached by rounding only: then both are right, and nearly alike. A norm of zero gives 1.
+        return norm, torch.clamp(most / (norm + eps), max=1.0)
 
 
 def _updated(

@@ -27,6 +27,7 @@ from sharded.collectives import reduce_from_group, reduce_scatter_to_group
 from sharded.cut import piece
 from sharded.initialization import INITS, Init, initial
 from sharded.main_grad import attach, buffer_of
+from sharded.partial_gradients import mark_cut
 from sharded.process_groups import default_group
 
 
@@ -76,6 +77,7 @@ class VocabParallelEmbedding(nn.Module):
         if self._own_padding_idx() is not None:
             values[self._own_padding_idx()] = 0
         self.weight = nn.Parameter(values.to(device or torch.get_default_device()))
+        mark_cut(self.weight)
         if main_grad:
             attach(self.weight)
 

@@ -36,7 +36,8 @@ class ParallelGPT:
         `sharded.pipeline_batch.deal` makes such lists. tensor, pipeline, data: this rank's groups along those axes.
     schedule: see `sharded.pipeline_schedules`. recompute_stages: keep each stage's inputs alone.
     optimizer: makes the optimizers that reduce the gradients, and step, at the end of `step`; without it gradients are
-        summed over the data-parallel ranks, and stay in ``grad`` or ``main_grad``.
+        summed over the data-parallel ranks, and stay in ``grad`` or ``main_grad``; or, with reduces=False, they stay
+        those of each data-parallel rank, for a trainer that reduces them.
     The rest as in `GPTStage`.
 
     Raises ValueError, on every rank, where the stages do not fit the ranks of the pipeline.
@@ -56,6 +57,7 @@ class ParallelGPT:
         schedule: ScheduleKind = "1f1b",
         recompute_stages: bool = False,
         optimizer: MakeOptimizer | None = None,
+        reduces: bool = True,
         tied: bool = True,
         divisible_by: int = 1,
         positions: int | None = None,
@@ -65,7 +67,10 @@ class ParallelGPT:
         ranks, count = pipeline.size(), len(stages)
         if count < 1 or count % ranks:
             raise ValueError(f"{count} stages on {ranks} ranks of a pipeline: expected a multiple, as many on each")
-        self.tensor, self.data = tensor, data
+        self.tensor, self.pipeline, self.data = tensor, pipeline, data
+        self.tied, self.reduces = tied and len(stages) > 1, reduces
+        #: Called when this rank's backwards are done, before gradients are completed.
+        self.after_backward: Callable[[], None] | None = None
         self.numbers = range(pipeline.rank(), count, ranks)
         self.layers = {number: list(stages[number]) for number in self.numbers}
         options["group"] = tensor
@@ -88,35 +93,39 @@ class ParallelGPT:
         ]
         rows = -(-vocabulary // divisible_by) * divisible_by
         copies = [(n, s.embedding.weight) for n, s in zip(self.numbers, self.stages, strict=True) if s.embedding]
+        self._loss = GPTLoss(vocabulary, rows, tensor, data)
         self._engine = Pipeline(
             self.stages,
             pipeline,
-            GPTLoss(vocabulary, rows, tensor, data),
+            self._loss,
             schedule=schedule,
             recompute=recompute_stages,
             trackers=[stage.tracker for stage in self.stages] if recompute_stages else (),
-            tied={"embedding": copies} if tied and count > 1 else None,
-            reduce=self._complete,
+            tied={"embedding": copies} if self.tied else None,
+            reduce=self._completed,
         )
         self._alone = [p for stage in self.stages for p in vocabulary_weights(stage)]
         placed = zip(self.numbers, self.stages, strict=True)
         named = [(f"{number}.{name}", p) for number, stage in placed for name, p in stage.named_parameters()]
         self._optimizes = optimizer is not None
-        self.optimizers = [] if optimizer is None else [optimizer(some) for some in self._apart(named)]
+        self.optimizers = [] if optimizer is None else [optimizer(some) for some in self.apart(named)]
 
     def step(
         self,
         ids: Sequence[torch.Tensor],
         targets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        scale: float = 1.0,
     ) -> torch.Tensor | None:
         """Forward and backward of a batch, and what completes its gradients. Every rank of all groups must call it.
 
         ids: of each micro-batch, int64 [sequences, positions]; targets: see `GPTLoss`. Ranks along the tensor and
-        pipeline groups get the same. Returns the loss of the whole batch, of all data-parallel ranks, on the ranks of
-        the last stage, else None.
+        pipeline groups get the same. scale: gradients are those of the loss times it. Returns the loss of the whole
+        batch, of all data-parallel ranks, on the ranks of the last stage, else None.
         """
+        self._loss.scale = scale
         share = self._engine.step([(one,) for one in ids], targets)
-        return None if share is None else over_ranks(share, self.data)
+        return None if share is None else over_ranks(share if scale == 1 else share / scale, self.data)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Those of this rank, by their names in the whole model, as ``layers.3.attention.q.weight``. A tied output has
@@ -133,6 +142,11 @@ class ParallelGPT:
                 found["output.weight"] = stage.embedding.weight
         return found
 
+    def _completed(self) -> None:
+        if self.after_backward is not None:
+            self.after_backward()
+        self._complete()
+
     def _complete(self) -> None:
         """Every rank of the groups along tp and dp holds the same stages, and so calls the same."""
         for stage in self.stages:
@@ -141,10 +155,12 @@ class ParallelGPT:
             for optimizer in self.optimizers:
                 optimizer.step()
             return
-        for some in self._apart([("", p) for stage in self.stages for p in stage.parameters()]):
+        if not self.reduces:
+            return
+        for some in self.apart([("", p) for stage in self.stages for p in stage.parameters()]):
             sum_over_ranks([p for _, p in some], self.data)
 
-    def _apart(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    def apart(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         """Each weight over the vocabulary by itself, then the others together. In one buffer an element's place, and
         the buffer's length, decide in which order a collective adds its parts. Copies of a tied weight, in other
         places, would get other bits and drift apart; and so would what all tensor-parallel ranks hold, beside weights

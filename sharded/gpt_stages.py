@@ -131,13 +131,15 @@ class GPTLoss:
     """The loss of the last stage's logits, a mean over the valid tokens of the whole batch: of all micro-batches, and
     of all ranks of a data-parallel group, so that the sum of all ranks' shares is the loss.
 
-    A target is a pair: tokens int64 [B, S], and which of them are valid, bool [B, S].
+    A target is a pair: tokens int64 [B, S], and which of them are valid, bool [B, S]. ``scale``: by what all shares are
+    multiplied.
     """
 
     def __init__(self, vocabulary: int, rows: int, group: ProcessGroup, data_parallel: ProcessGroup) -> None:
         """rows: of the whole table, with those of no token. group: over which the logits are cut."""
         self._vocabulary, self._rows, self._group = vocabulary, rows, group
         self._tokens = TokenLoss("token_mean", data_parallel)
+        self.scale = 1.0
 
     def begin(self, targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._tokens.begin([valid for _, valid in targets])
@@ -147,4 +149,5 @@ class GPTLoss:
         losses = vocab_parallel_cross_entropy(
             output, tokens.T, group=self._group, vocabulary=self._vocabulary, columns=self._rows, reduction="none"
         )
-        return self._tokens.share(losses.T, valid)
+        share = self._tokens.share(losses.T, valid)
+        return share if self.scale == 1 else share * self.scale

@@ -116,6 +116,10 @@ class MixedPrecisionOptimizer:
         """What is kept for these elements, by name, ``master`` among it where the parameter is not in fp32."""
         return next(main.state()[name] for main in self._main if name in main.owned())
 
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """`state` of every parameter of this rank, by its name."""
+        return {name: kept for main in self._main for name, kept in main.state().items()}
+
     def save(self) -> dict[str, Any]:
         """The whole state of the parameters that this rank holds. Every rank must call it."""
         return {"scaler": self.scaler.save(), "groups": [main.save() for main in self._main], "steps": self.steps}

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from sharded.cut import piece
 from sharded.initialization import INITS, Init, initial
 from sharded.main_grad import attach, require, returned
+from sharded.partial_gradients import mark_cut
 from sharded.process_groups import default_group
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
@@ -96,6 +97,8 @@ class ParallelLinear(nn.Module):
                 name, shape, cut_dim, self.group, init=init, seed=seed, bound=bound, dtype=dtype, copies=copies
             )
             made = nn.Parameter(values.to(device or torch.get_default_device()))
+            if cut_dim is not None:
+                mark_cut(made)
             if main_grad:
                 attach(made)
             return made

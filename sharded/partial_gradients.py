@@ -30,6 +30,16 @@ def partial_copies(parameter: torch.Tensor) -> int:
     return int(getattr(parameter, "partial_copies", 1))
 
 
+def mark_cut(parameter: torch.Tensor) -> None:
+    """Says that the ranks of the group, or neighbours among them, hold different pieces of the whole parameter."""
+    parameter.is_cut = True  # type: ignore[attr-defined]
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether `mark_cut` was called on the parameter; if not, all ranks of the group hold the same."""
+    return bool(getattr(parameter, "is_cut", False))
+
+
 def finish_partial_gradients(parameters: Iterable[torch.Tensor], group: ProcessGroup) -> None:
     """Sums the gradients (``main_grad`` where there is one, else ``.grad``) of the marked parameters over their ranks.
 

@@ -177,8 +177,8 @@ def _kv_heads(draw: st.DrawFn, heads: int, tp: int, scope: Scope) -> int:
 def simpler(case: GptCase, scope: Scope) -> Iterator[GptCase]:
     """Simpler cases within the scope: the smallest meshes, whole or with few options; then one thing at a time."""
     for mesh in [*smaller_meshes(case.mesh), case.mesh]:
-        for small in _small(case, mesh):
-            yield from _SIMPLER.changed(case, scope, mesh=mesh, **small)
+        for sizes in small(case, mesh):
+            yield from _SIMPLER.changed(case, scope, mesh=mesh, **sizes)
     options = _SIMPLER.options(case)
     for count in range(3):
         for kept in itertools.combinations(options, count):
@@ -210,7 +210,7 @@ def simpler(case: GptCase, scope: Scope) -> Iterator[GptCase]:
     yield from _SIMPLER.changed(case, scope, ids=Ids())
 
 
-def _small(case: GptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
+def small(case: GptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Small sizes on a mesh, the smallest first; then those of the case."""
     n, pp = mesh.axis_size("tp"), mesh.axis_size("pp")
     length = max(2, n)
@@ -222,7 +222,7 @@ def _small(case: GptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     yield {"depths": case.depths[: pp * case.chunks]}
 
 
-def _measure(case: GptCase) -> tuple[Any, ...]:
+def measure(case: GptCase) -> tuple[Any, ...]:
     """What is simpler has the smaller measure."""
     lists = case.depths, case.sizes, case.counts
     sizes = case.heads + case.hidden + case.ffn + case.vocabulary + (case.heads - case.kv_heads)
@@ -278,4 +278,4 @@ def needs(case: GptCase) -> dict[str, bool]:
     }
 
 
-_SIMPLER = Simpler(GptCase, ("depths", "sizes", "length", "counts", "chunks"), _measure, within, Recipe("normal"))
+_SIMPLER = Simpler(GptCase, ("depths", "sizes", "length", "counts", "chunks"), measure, within, Recipe("normal"))

@@ -20,6 +20,7 @@ from harness.properties.mixed_precision import MIXED_PRECISION
 from harness.properties.pipeline import PIPELINE
 from harness.properties.schedule import SCHEDULE
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
+from harness.properties.train_step import TRAIN_STEP
 from harness.properties.transformer import TRANSFORMER
 
 PROPERTIES: Mapping[str, Property] = {
@@ -39,6 +40,7 @@ PROPERTIES: Mapping[str, Property] = {
         LOSS_SCALE,
         CLIP,
         MIXED_PRECISION,
+        TRAIN_STEP,
         SCHEDULE,
     )
 }

@@ -38,17 +38,18 @@ def judge(case: GptCase, description: Description, want: dict[str, Want], worlds
     in_fp32 = ["loss"]
     if case.main_grad:
         in_fp32 += [f"{name}.grad" for name in shapes(case)]
-    found = forms_of(list(want), _loss_cut(case), case.format, in_fp32, seen[0])
+    found = forms_of(list(want), loss_cut(case), case.format, in_fp32, seen[0])
     forms = {name: Form(_each(case, form.layout), form.dtype) for name, form in found.items()}
     why = explanation(
         forms, case.mesh, seen, expected(case, given), case.micro_batches, lambda name: suspects(case, given, name),
         {"query heads that share a key-value head": case.heads // case.kv_heads, "layers": case.layers},
     )  # fmt: skip
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
-    return replace(verdict, findings=(*verdict.findings, *_copies_differ(case, seen)))
+    ending = "" if case.update == "sharded" else ".grad"
+    return replace(verdict, findings=(*verdict.findings, *copies_differ(case, seen, ending)))
 
 
-def _loss_cut(case: GptCase) -> dict[str, Layout]:
+def loss_cut(case: GptCase) -> dict[str, Layout]:
     """The ranks of the last stage have it."""
     last = case.mesh.axis_size("pp") - 1
     return {"loss": Split(0, "pp", tuple(int(c == last) for c in range(last + 1)))}
@@ -58,11 +59,11 @@ def _each(case: GptCase, layout: Layout) -> Layout:
     return with_each(layout, case.replica_axes)
 
 
-def _copies_differ(case: GptCase, seen: World) -> Iterator[Finding]:
-    """Both copies of a tied weight must have the same bits, or they drift apart."""
+def copies_differ(case: GptCase, seen: World, ending: str) -> Iterator[Finding]:
+    """Both copies of a tied weight must have the same bits, or they drift apart. ending: of the names of the tensors to
+    compare."""
     if not case.tied:
         return
-    ending = "" if case.update == "sharded" else ".grad"
     first: dict[tuple[int, int], tuple[str, int, bytes]] = {}
     for name in (EMBEDDING, OUTPUT):
         for rank, one in enumerate(seen):

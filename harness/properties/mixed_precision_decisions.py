@@ -10,6 +10,9 @@ from harness.properties.base import World
 from harness.verdict import Finding
 from reference.mixed_precision import MixedPrecisionCase
 from reference.mixed_precision_steps import Planned
+from reference.train_step import TrainStepCase
+
+Case = MixedPrecisionCase | TrainStepCase
 
 _LABELS = {
     "skipped": "the decision to skip the step",
@@ -20,7 +23,7 @@ _LABELS = {
 }
 
 
-def judge_decisions(case: MixedPrecisionCase, plans: Sequence[Planned], seen: World) -> Iterator[Finding]:
+def judge_decisions(case: Case, plans: Sequence[Planned], seen: World) -> Iterator[Finding]:
     """All that is wrong in the first step in which something is: the rest follows from it."""
     for step, planned in enumerate(plans):
         found = [*_wrong_in(case, step, planned, seen), *_moved_in(case, step, planned, seen)]
@@ -29,7 +32,7 @@ def judge_decisions(case: MixedPrecisionCase, plans: Sequence[Planned], seen: Wo
             return
 
 
-def _wrong_in(case: MixedPrecisionCase, step: int, planned: Planned, seen: World) -> Iterator[Finding]:
+def _wrong_in(case: Case, step: int, planned: Planned, seen: World) -> Iterator[Finding]:
     due = {"skipped": planned.skipped, "scale": planned.after.scale, "steps": planned.t + (not planned.skipped)}
     if case.scaling.kind == "dynamic":
         due |= {"good": planned.after.good, "left": planned.after.left}
@@ -50,7 +53,7 @@ def _wrong_in(case: MixedPrecisionCase, step: int, planned: Planned, seen: World
         )  # fmt: skip
 
 
-def _moved_in(case: MixedPrecisionCase, step: int, planned: Planned, seen: World) -> Iterator[Finding]:
+def _moved_in(case: Case, step: int, planned: Planned, seen: World) -> Iterator[Finding]:
     """In a step that is to be skipped."""
     if not planned.skipped:
         return
@@ -63,7 +66,7 @@ def _moved_in(case: MixedPrecisionCase, step: int, planned: Planned, seen: World
             return
 
 
-def _cause(case: MixedPrecisionCase, step: int, planned: Planned) -> str:
+def _cause(case: Case, step: int, planned: Planned) -> str:
     if not planned.skipped:
         return "no gradient overflows"
     put = [one for one in case.overflows if one.step == step]

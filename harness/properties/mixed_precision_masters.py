@@ -31,7 +31,7 @@ def joined(case: MixedPrecisionCase, seen: World) -> tuple[Sequence[Observation]
                 ranges = [_ranges(seen[rank], step, name) for rank in group]
                 if all(own == ((0, held.stop - held.start),) for own in ranges):
                     continue
-                message = _wrong(ranges, held.stop - held.start)
+                message = wrong_owners(ranges, held.stop - held.start)
                 if message is not None:
                     place = case.mesh.describe(group[0])
                     text = f"{message} of {name}, among the ranks {list(group)} in step {step}: expected exactly one"
@@ -66,7 +66,8 @@ def _join(
                 whole[rank][name] = LocalTensor(values, part.dtype)
 
 
-def _wrong(ranges: Sequence[Ranges], size: int) -> str | None:
+def wrong_owners(ranges: Sequence[Ranges], size: int) -> str | None:
+    """Of which element there is not exactly one owner; None where of each there is. ranges: that each rank keeps."""
     owners = [0] * size
     for own in ranges:
         for start, stop in own:

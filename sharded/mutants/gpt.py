@@ -77,7 +77,7 @@ def _tied_among_others() -> list[Patch]:
     def together(self: ParallelGPT, named: Sequence[Any]) -> list[list[Any]]:
         return [list(named)] if named else []
 
-    return [(ParallelGPT, "_apart", together)]
+    return [(ParallelGPT, "apart", together)]
 
 
 def _tied_summed_in_shards() -> list[Patch]:
@@ -88,7 +88,7 @@ def _tied_summed_in_shards() -> list[Patch]:
         last = any(stage.last for stage in self.stages)
         return [list(named)[::-1] if last else list(named)] if named else []
 
-    return [*pipeline_gradients.summed_after_the_reduction(), (ParallelGPT, "_apart", from_the_end)]
+    return [*pipeline_gradients.summed_after_the_reduction(), (ParallelGPT, "apart", from_the_end)]
 
 
 MUTANTS = (

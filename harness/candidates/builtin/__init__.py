@@ -21,6 +21,7 @@ import strategies.mixed_precision
 import strategies.pipeline
 import strategies.schedule
 import strategies.sharded_optimizer
+import strategies.train_step
 import strategies.transformer
 from harness.candidate import Candidate, NotOffered, Sharded
 from harness.candidates.builtin import (
@@ -33,6 +34,7 @@ from harness.candidates.builtin import (
     pipeline,
     reductions,
     sharded_optimizer,
+    train_step,
     transformer,
 )
 from harness.clip import Clipper
@@ -44,6 +46,7 @@ from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.stages import StageModule
+from harness.train_step import Trainer
 from reference.all_reduce import AllReduceCase
 from reference.clip import ClipCase
 from reference.collectives import CollectivesCase
@@ -59,6 +62,7 @@ from reference.pipeline import PipelineCase
 from reference.schedule import ScheduleCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 from reference.traffic import Transfer
+from reference.train_step import TrainStepCase
 from reference.transformer import TransformerCase
 from sharded import mesh as sharded_mesh
 from sharded import pipeline_schedules
@@ -103,6 +107,7 @@ class Builtin(Candidate):
             strategies.loss_scale,
             strategies.clip,
             strategies.mixed_precision,
+            strategies.train_step,
             strategies.schedule,
         )
         for feature in subject.FEATURES
@@ -194,6 +199,9 @@ class Builtin(Candidate):
 
     def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
         return mixed_precision.mixed_precision(case, parameters, self.groups)
+
+    def train_step(self, case: TrainStepCase) -> Trainer:
+        return train_step.train_step(case, self.groups)
 
     def schedule(self, case: ScheduleCase) -> PipelineSchedule | None:
         kind: Any = case.kind

@@ -22,8 +22,22 @@ def gpt(case: GptCase, groups: ProcessGroups) -> Gpt:
     def optimizer(named: object) -> ShardedOptimizer:
         return ShardedOptimizer(named, data, SGD(lr=1.0), reduction="sum")  # type: ignore[arg-type]
 
-    make: MakeOptimizer | None = optimizer if case.update == "sharded" else None
-    model = ParallelGPT(
+    model = model_of(case, groups, optimizer=optimizer if case.update == "sharded" else None)
+
+    def step(ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
+        sizes = list(case.sizes)
+        pairs = zip(torch.split(targets, sizes), torch.split(valid, sizes), strict=True)
+        return model.step(torch.split(ids, sizes), list(pairs))
+
+    parameters = {own_name(name): parameter for name, parameter in model.named_parameters().items()}
+    return Gpt(step, dict(parameters), layouts(case))
+
+
+def model_of(
+    case: GptCase, groups: ProcessGroups, *, optimizer: MakeOptimizer | None = None, reduces: bool = True
+) -> ParallelGPT:
+    """This rank's part of the model. optimizer, reduces: as of ParallelGPT."""
+    return ParallelGPT(
         case.vocabulary,
         case.hidden,
         case.heads,
@@ -31,10 +45,11 @@ def gpt(case: GptCase, groups: ProcessGroups) -> Gpt:
         [case.layers_on(stage) for stage in range(case.stages)],
         tensor=groups.group("tp"),
         pipeline=groups.group("pp"),
-        data=data,
+        data=groups.group("dp"),
         schedule=case.schedule,
         recompute_stages=case.recompute == "stage",
-        optimizer=make,
+        optimizer=optimizer,
+        reduces=reduces,
         tied=case.tied,
         positions=case.length if case.positions == "learned" else None,
         kv_heads=case.kv_heads,
@@ -49,22 +64,15 @@ def gpt(case: GptCase, groups: ProcessGroups) -> Gpt:
         dtype=case.format.torch_dtype,
     )
 
-    def step(ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
-        sizes = list(case.sizes)
-        pairs = zip(torch.split(targets, sizes), torch.split(valid, sizes), strict=True)
-        return model.step(torch.split(ids, sizes), list(pairs))
 
-    parameters = {_name(name): parameter for name, parameter in model.named_parameters().items()}
-    return Gpt(step, dict(parameters), _layouts(case))
-
-
-def _name(name: str) -> str:
-    """``layers.3.attention.q.weight`` as ``layers.3.q_weight``."""
+def own_name(name: str) -> str:
+    """The subject's name of a parameter: ``layers.3.attention.q.weight`` as ``layers.3.q_weight``."""
     *places, kind = name.split(".")
     return ".".join([*places[:2], f"{places[-1]}_{kind}"]) if places[0] == "layers" else f"{places[-1]}_{kind}"
 
 
-def _layouts(case: GptCase) -> dict[str, Layout]:
+def layouts(case: GptCase) -> dict[str, Layout]:
+    """How each parameter is cut, by what follows the last dot of its name."""
     rows, columns = Split(0, "tp"), Split(1, "tp")
     heads = Split(0, "tp", copies=case.layer(1).kv_copies)
     cuts: dict[str, Layout] = {"embedding_weight": rows, "output_weight": rows}

@@ -21,7 +21,7 @@ def mixed_precision(
     case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter], groups: ProcessGroups
 ) -> MixedPrecision:
     axes = {axis: groups.group(axis) for axis in case.mesh.names}
-    scaler = _scaler(case.scaling)
+    scaler = scaler_of(case.scaling)
     made = MixedPrecisionOptimizer(
         _groups(case, parameters, groups),
         scaler,
@@ -80,7 +80,7 @@ def _groups(
     return made
 
 
-def _scaler(scaling: Scaling) -> loss_scale.ConstantLossScaler:
+def scaler_of(scaling: Scaling) -> loss_scale.ConstantLossScaler:
     if scaling.kind == "constant":
         return loss_scale.ConstantLossScaler(scaling.initial)
     return loss_scale.DynamicLossScaler(

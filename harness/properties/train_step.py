@@ -1,0 +1,106 @@
+"""Training steps of a GPT over tensor-, pipeline- and data-parallel ranks: losses, norms, decisions, and at the end
+weights, masters and moments are those of one process on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import strategies.train_step
+from harness.candidate import NotOffered
+from harness.find import Spec
+from harness.observation import Observation
+from harness.properties.base import Description, Property, World
+from harness.properties.gpt import copies_differ, loss_cut
+from harness.properties.mixed_precision_decisions import judge_decisions
+from harness.properties.modules import explanation, wanted
+from harness.properties.tensors import Form, Want, judge_tensors, other_bits
+from harness.properties.train_step_kept import joined, judge_masters
+from harness.properties.train_step_suspects import suspects
+from harness.session import Session
+from harness.train_step_run import run
+from harness.verdict import Verdict
+from harness.world import RankContext
+from reference.gpt_parameters import tensors
+from reference.layout import Whole
+from reference.train_step import TrainStepCase
+from reference.train_step_expected import expected, plan
+
+
+def on_rank(context: RankContext, spec: Spec, case: TrainStepCase) -> Observation:
+    """Builds this rank's trainer, and has it make the steps."""
+    session = Session.of(context, spec)
+
+    def build(asked: TrainStepCase) -> object:
+        # Where ranks along dp train alone, they are on another mesh.
+        candidate = session.on(asked.mesh)
+        if not candidate.offers("train_step"):
+            raise NotOffered(f"{spec.text} has no train_step")
+        return candidate.train_step(asked)
+
+    return run(case, context.rank, build)
+
+
+def runs(case: TrainStepCase, description: Description) -> Sequence[TrainStepCase]:
+    """Where the same ranks load the state, also without an interruption."""
+    return (case, replace(case, load=0)) if case.load and case.resume == "same" else (case,)
+
+
+def judge(case: TrainStepCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
+    """Decisions and what moved; then who keeps what, values, the model against its masters, copies of a tied weight,
+    and the run without an interruption."""
+    decided = list(judge_decisions(case, plan(case), worlds[0]))
+    if decided:
+        return Verdict(tuple(decided))  # values follow from decisions
+    seen, ownership = joined(case, worlds[0])
+    if ownership is not None:
+        return Verdict((ownership,))
+    forms = forms_of(case, seen[0])
+    offered = {name for one in seen for name in one.tensors}
+    always = {*seen[0].layouts, *(f"loss[{step}]" for step in range(case.steps))}
+    want = {name: one for name, one in want.items() if name in offered | always}
+    why = explanation(
+        forms, case.mesh, seen, {}, case.model.micro_batches, lambda name: suspects(case, tensors(case.model), name)
+    )
+    verdict = judge_tensors(want, forms, case.mesh, seen, why)
+    findings = (
+        *verdict.findings,
+        *judge_masters(case, seen),
+        *(one for kind in ("", *case.kept) for one in copies_differ(case.model, seen, kind and f".{kind}")),
+        *(other_bits(case.mesh, worlds, f"after saving and loading at step {case.load}") if len(worlds) > 1 else ()),
+    )
+    return replace(verdict, findings=findings)
+
+
+def forms_of(case: TrainStepCase, seen: Observation) -> dict[str, Form]:
+    """The loss is on the ranks of the last stage, other numbers are on all; what is kept lies as the parameters do."""
+    forms: dict[str, Form] = {}
+    for step in range(case.steps):
+        forms[f"loss[{step}]"] = Form(loss_cut(case.model)["loss"], "float32")
+        forms |= {f"{what}[{step}]": Form(Whole(), "float64") for what in ("norm", "coefficient")}
+    plain = str(case.model.format.torch_dtype).removeprefix("torch.")
+    for name, layout in seen.layouts.items():
+        forms[name] = Form(layout, plain)
+        forms |= {f"{name}.{kind}": Form(layout, "float32") for kind in case.kept}
+    return forms
+
+
+def _expected(case: TrainStepCase, careful: bool = False) -> dict[str, Want]:
+    given, plans = tensors(case.model), plan(case)
+    return wanted(False, case.model.format, lambda: expected(case, given, plans), given, careful=careful)
+
+
+TRAIN_STEP = Property(
+    subject="train_step",
+    case_type=TrainStepCase,
+    methods=("train_step",),
+    features=strategies.train_step.FEATURES,
+    cases=strategies.train_step.cases,
+    simpler=strategies.train_step.simpler,
+    world=lambda case: case.mesh.size,
+    on_rank="harness.properties.train_step:on_rank",
+    expected=_expected,
+    careful=lambda case: _expected(case, careful=True),
+    judge=judge,
+    runs=runs,
+)

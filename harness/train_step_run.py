@@ -1,0 +1,198 @@
+"""Drives a trainer through the steps of a case on one rank, alike for every candidate."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from harness.candidate import NotOffered
+from harness.gpt_steps import Running, layout_of
+from harness.held import Held
+from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
+from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, through_a_file
+from harness.mixed_precision_steps import MOVED, OWNED, SEEN
+from harness.observation import LocalTensor, Observation
+from harness.session import phase
+from harness.train_step import Trainer
+from reference.gpt_parameters import tokens, valid_tokens
+from reference.layout import Layout, window
+from reference.train_step import TrainStepCase
+
+Build = Callable[[TrainStepCase], object]
+
+
+def run(case: TrainStepCase, rank: int, build: Build) -> Observation:
+    """Builds the trainer, gives it its parameters, makes every step, and reads decisions, losses and norms of each, and
+    all values at the end.
+
+    build: called with the case as the ranks are to work on it, again where a state is loaded.
+    Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
+    """
+    return _Run(case, rank, build).all()
+
+
+@dataclass
+class _Part:
+    """A trainer, and its parameters on this rank."""
+
+    trainer: Trainer
+    running: Running
+    parameters: dict[str, Held]
+
+
+@dataclass
+class _Run:
+    case: TrainStepCase
+    rank: int
+    build: Build
+    tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    moved_in: list[list[str]] = field(default_factory=list)
+    last: Read = field(default_factory=dict)
+
+    def all(self) -> Observation:
+        case, purity = self.case, Purity()
+        part = self._built(0)
+        part.running.load(part.parameters)
+        if part.trainer.loaded is not None:
+            with phase("loaded"):
+                part.trainer.loaded()
+        self.last = self.reading(part)
+        for step in range(case.steps):
+            if case.load and step == case.load:
+                part = self._resumed(part, step)
+                self.last = self.reading(part)
+            self._train(part, step)
+        layouts = {name: layout_of(case.model, name, said) for name, said in part.running.said.items()}
+        owned = {name: self._owned(part, name) for name in part.parameters}
+        self._keep(part, layouts)
+        if part.trainer.close is not None:
+            with phase("close"):
+                part.trainer.close()
+        facts = {SEEN: self.seen, MOVED: self.moved_in, OWNED: owned}
+        return Observation(self.tensors, layouts, side_effects=tuple(purity.report()), facts=facts)
+
+    def _built(self, step: int) -> _Part:
+        case = self.case.seen_by(step)
+        with phase("build"):
+            made = self.build(case)
+        if not isinstance(made, Trainer):
+            said = reprlib.repr(made)
+            raise WrongAdapter(f"train_step returned {said}; expected Trainer(step, parameters, layouts, ...)")
+        if self.case.overflows and made.after_backward is None:
+            raise NotOffered("the trainer has no after_backward")
+        running = Running(case.model, self.rank, made)
+        return _Part(made, running, running.held())
+
+    def _resumed(self, before: _Part, step: int) -> _Part:
+        """A new trainer with the state of the old one, and of its weights nothing but that."""
+        if before.trainer.save is None:
+            raise NotOffered("the trainer has no save")
+        state = through_a_file(before.trainer.save)
+        made = self._built(step)
+        if made.trainer.load is None:
+            raise NotOffered("the trainer has no load")
+        with phase("load"):
+            made.trainer.load(state)
+        return made
+
+    def _train(self, part: _Part, step: int) -> None:
+        case, trainer = self.case, part.trainer
+        scale = number("scale", trainer.scale)
+        if case.overflows and trainer.after_backward is not None:
+            with phase("after_backward"):
+                trainer.after_backward(lambda: self._overflow(part, step))
+        handed = self._batch(step)
+        copies = [x.clone() for x in handed]
+        with phase(f"step {step}"):
+            loss = trainer.step(*handed)
+        if not all(map(torch.equal, handed, copies)):
+            raise WrongResult(f"step {step} changed its batch; expected ids, targets and valid to stay as they are")
+        self.tensors[f"loss[{step}]"] = part.running.loss_seen(loss)
+        with phase("skipped"):
+            skipped: Any = trainer.skipped()
+        if not isinstance(skipped, bool):
+            raise WrongResult(
+                f"skipped returned {reprlib.repr(skipped)}; expected whether the step was skipped, a bool"
+            )
+        self.seen.append({"by": scale, "skipped": skipped, **decisions(trainer)})
+        now = self.reading(part)
+        self.moved_in.append(moved(self.last, now))
+        self.last = now
+        for what, function in (("norm", trainer.norm), ("coefficient", trainer.coefficient)):
+            if function is not None and case.clip and not skipped:
+                found = torch.tensor([number(what, function)], dtype=torch.float64)
+                self.tensors[f"{what}[{step}]"] = local_tensor(what, found)
+
+    def _batch(self, step: int) -> list[torch.Tensor]:
+        """This rank's ids, targets and valid, each [sequences, tokens]; those of all ranks where it is alone."""
+        case, batch = self.case, self.case.batch(step)
+        whole = [x[0] for x in (*tokens(batch), valid_tokens(batch))]
+        if case.is_alone(step):
+            return [x.flatten(0, 1).clone() for x in whole]
+        return [x[case.mesh.coordinate(self.rank, "dp")].clone() for x in whole]
+
+    def _overflow(self, part: _Part, step: int) -> None:
+        for name, element, value in self.case.hits(self.rank, step):
+            held = part.parameters[name]
+            gradient = self._gradient(part, held.tensor)
+            positions = torch.arange(gradient.numel()) if held.positions is None else held.positions.flatten()
+            at = int(positions[element % positions.numel()])
+            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), gradient.shape))
+            with torch.no_grad():
+                gradient[place] = float(value)
+
+    def _gradient(self, part: _Part, tensor: torch.Tensor) -> torch.Tensor:
+        read = part.trainer.read_grad
+        if read is not None:
+            found = read(tensor)
+        else:
+            found = getattr(tensor, "main_grad", None) if self.case.model.main_grad else tensor.grad
+        if found is None:
+            found = tensor.grad = torch.zeros_like(tensor)
+        return found
+
+    def reading(self, part: _Part) -> Read:
+        """Copies of this rank's parameters, and of masters and state of the elements that it keeps."""
+        trainer, found = part.trainer, Read()
+        for name, parameter in part.parameters.items():
+            found[name] = parameter.local()
+            kept = sum(max(0, stop - start) for start, stop in self._owned(part, name))
+            for kind in self.case.kept:
+                what = f"{name}.{kind}"
+                with phase(f"reading {what}"):
+                    if kind == "master" and trainer.master is not None:
+                        found[what] = trainer.master(name)
+                    elif kind != "master" and trainer.state is not None:
+                        found[what] = trainer.state(name, kind)
+                if what in found:
+                    require_like(f"{what} of the elements kept", found[what], (kept,), torch.float32)
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def _owned(self, part: _Part, name: str) -> Ranges:
+        if part.trainer.owned is None:
+            return ((0, part.parameters[name].local().numel()),)
+        with phase(f"owned({name!r})"):
+            said: Any = part.trainer.owned(name)
+        try:
+            return tuple((int(start), int(stop)) for start, stop in said)
+        except (TypeError, ValueError):
+            raise WrongAdapter(
+                f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of elements"
+            ) from None
+
+    def _keep(self, part: _Part, layouts: dict[str, Layout]) -> None:
+        """Everything at the end; of parameters on other stages, tensors without elements."""
+        case, read = self.case, self.last
+        for name, layout in layouts.items():
+            shape = window(part.running.shapes[name], layout, case.mesh, self.rank).shape
+            for what in (name, *(f"{name}.{kind}" for kind in case.kept)):
+                own = read.get(what)
+                if own is None and name in part.parameters:
+                    continue  # not offered
+                dtype = case.model.format.torch_dtype if what == name else torch.float32
+                self.tensors[what] = local_tensor(what, torch.zeros(shape, dtype=dtype) if own is None else own)

@@ -1,0 +1,55 @@
+"""How large the numbers are that a backward pass meets, whatever the order of its sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference.precision import current
+
+#: Whose results are sums of terms that may cancel: in another order, or over a part of the terms, they may be as large
+#: as the sum of magnitudes.
+_SUMS = ("mm", "bmm", "addmm", "baddbmm", "sum", "index_add", "index_put", "mean")
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is open, sees every result that autograd computes in a backward.
+
+    ``backward``: the largest magnitude, of sums that of the sum of magnitudes. ``stored``: the largest of what the
+    reference says is stored in a format of its own on the way, as the gradient of the logits. What is not a number, and
+    infinities, count as infinite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.backward = self.stored = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kw = kwargs or {}
+        if torch._C._current_autograd_node() is None:
+            return func(*args, **kw)
+        name = str(func.overloadpacket).rpartition(".")[2].rstrip("_")
+        if name in _SUMS:
+            self.backward = max(self.backward, _magnitude(func(*[_absolute(one) for one in args], **kw)))
+        result = func(*args, **kw)
+        size = _magnitude(result)
+        self.backward = max(self.backward, size)
+        block = current()
+        if block is not None and block.in_backward and block.stores:
+            self.stored = max(self.stored, size)
+        return result
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.abs() if value.is_floating_point() else value
+    return [_absolute(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _magnitude(result: Any) -> float:
+    if not isinstance(result, torch.Tensor) or not result.is_floating_point() or not result.numel():
+        return 0.0
+    largest = float(result.detach().abs().max())
+    return largest if largest == largest else float("inf")
