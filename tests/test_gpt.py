@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from four_ranks import on_four_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,24 +92,7 @@ def _rank(rank: int, wanted: Sequence[tuple[GptCase, str | None]], path: str, re
 
 def judged(wanted: Sequence[tuple[GptCase, str | None]]) -> list[tuple[Finding, ...]]:
     """What is found in each case, with a mutant or without, all in one world of four ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    results: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, wanted, str(Path(folder, "store")), results), daemon=True)
-            for rank in range(4)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            seen: dict[int, Any] = dict(results.get(timeout=120) for _ in ranks)
-        finally:
-            for process in ranks:
-                process.join(timeout=5)
-                process.kill()
-    for found in seen.values():
-        assert not isinstance(found, str), found
+    seen = on_four_ranks(_rank, wanted)
     verdicts = []
     for i, (case, _) in enumerate(wanted):
         world: list[Observation] = [seen[rank][i] for rank in range(4)]
