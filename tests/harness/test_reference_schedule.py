@@ -246,7 +246,8 @@ def test_too_many_in_flight() -> None:
     """The lists of GPipe, which are as fast as those of 1F1B."""
     case = ScheduleCase("1f1b", 2, 3)
     (broken,) = check(case, lists(case, made(replace(case, kind="gpipe")))).broken
-    assert broken.message == ("rank 0, position 4: 3 activations are in flight, 3 at most; 1f1b holds at most 2 there")
+    peak = "3 activations are in flight, and 3 at the peak"
+    assert broken.message == f"rank 0, position 4: {peak}; 1f1b holds at most 2 there"
     assert broken.rule == "in flight"
 
 
