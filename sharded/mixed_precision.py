@@ -36,11 +36,13 @@ class MixedPrecisionOptimizer:
     reduces them over ``data``. A parameter without a gradient on a rank has zeros there. Gradients of tied copies must
     be summed already.
 
-    groups: the parameters of this rank that train; the ranks of ``data`` hold the same. scaler: agrees with nobody by
-    itself. axes: the groups, by axis, over which ranks agree, and over which norms are summed; together they must reach
-    every rank. limit: of the global 2-norm, None for none; eps: is added to the norm before the limit is divided by it.
-    schedule: by what learning rates are multiplied in the t-th step, from 0, that is not skipped. sharded: masters and
-    state are cut over ``data``.
+    groups: the parameters of this rank that train; the ranks of ``data`` hold the same. Those that other ranks hold
+    too, such as copies of a tied weight, need groups of their own: in one buffer their places, which differ, would
+    decide in which order gradients are added. scaler: agrees with nobody by itself. axes: the groups, by axis, over
+    which ranks agree, and over which norms are summed; together they must reach every rank. limit: of the global
+    2-norm, None for none; eps: is added to the norm before the limit is divided by it. schedule: by what learning
+    rates are multiplied in the t-th step, from 0, that is not skipped. sharded: masters and state are cut over
+    ``data``.
 
     Raises ValueError for parameters in another dtype than fp32, bf16 and fp16, and for a negative learning rate.
     """

@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Mesh, cases, check, verify
-from reference.mixed_precision import MixedPrecisionCase
+from harness.bench import Bench
+from harness.properties import property_of
+from reference.mixed_precision import MixedPrecisionCase, MixedPrecisionRecipes
 from reference.mixed_precision_parts import MixedParameter, Overflow
 from reference.mixed_precision_steps import plan, tensors
+from reference.recipe import Recipe
 
 
 @pytest.mark.parametrize("candidate", ["builtin", "torch", "megatron-core"])
@@ -56,3 +59,17 @@ def test_a_planted_fault_is_found(mutant: str) -> None:
     assert any(case.mesh.size <= 2 and len(case.parameters) <= 2 for case in shrunk), shrunk
     found = [finding for failure in row.failures for finding in failure.verdict.findings]
     assert any(SAID[mutant] in f"{finding.message} {finding.cause} {finding.details}" for finding in found), found
+
+
+def test_copies_of_a_tied_parameter_keep_the_same_bits() -> None:
+    """On one stage the copy lies beside another parameter, on the next it is alone: with three data-parallel ranks the
+    order in which a buffer's parts are added shows."""
+    rounds = Recipe("normal")
+    case = MixedPrecisionCase(
+        Mesh.of(pp=2, dp=3),
+        (MixedParameter(3, tied=True), MixedParameter(4)),
+        recipes=MixedPrecisionRecipes(rounds, rounds),
+    )
+    with Bench("builtin") as bench:
+        verdict = bench.once(property_of("mixed_precision"), case).verdict
+    assert verdict.holds, verdict.findings

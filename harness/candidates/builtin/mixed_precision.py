@@ -76,8 +76,18 @@ def _groups(
             rule: updates.Rule = updates.AdamW(group.lr, case.betas, case.adam_eps, group.weight_decay)
         else:
             rule = updates.SGD(group.lr, case.momentum, group.weight_decay)
-        made.append(ParameterGroup(rule, held))
+        made += [ParameterGroup(rule, some) for some in _apart(case, held)]
     return made
+
+
+def _apart(case: MixedPrecisionCase, held: Mapping[str, Held]) -> list[dict[str, Held]]:
+    """Each copy of a tied parameter by itself, and what all tensor-parallel ranks hold apart from what they cut: in one
+    buffer the place of an element decides in which order its parts are added, and copies would drift apart."""
+    apart: dict[object, dict[str, Held]] = {}
+    for name, one in held.items():
+        parameter = case.parameters[int(name.removeprefix("parameter"))]
+        apart.setdefault(name if parameter.tied else parameter.split, {})[name] = one
+    return list(apart.values()) or [{}]  # a group of which this rank holds nothing may still be wrong
 
 
 def scaler_of(scaling: Scaling) -> loss_scale.ConstantLossScaler:
