@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.local import WrongResult
 
-#: The fact of an observation: what was drawn, by (micro-batch, place).
+#: The fact of an observation: what was drawn, by (micro-batch, place); of a GPT that by step.
 DRAWN = "drawn masks"
 
 
@@ -45,14 +45,21 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         name, given = func.overloadpacket.__name__, dict(kwargs or {})
         if name in ("bernoulli", "bernoulli_"):
-            p = given.get("p", args[1] if len(args) > 1 else args[0])  # bernoulli(x) has the probabilities in x
+            # bernoulli(x) has the probabilities in x; else p is 1/2 where it is not given.
+            default = args[0] if func is torch.ops.aten.bernoulli.default else 0.5
+            p = given.get("p", args[1] if len(args) > 1 else default)
             self._keep(made, float(torch.as_tensor(p).double().mean()))
         elif name == "native_dropout":
             self._keep(made[1], 1 - args[1])
         return made
 
     def _keep(self, ones: torch.Tensor, p: float) -> None:
-        self.found.append(Drawn((ones.detach() != 0).cpu().numpy().copy(), p))
+        self.found.append(drawn_of(ones, p))
+
+
+def drawn_of(ones: torch.Tensor, p: float) -> Drawn:
+    """A copy of what was drawn."""
+    return Drawn((ones.detach() != 0).cpu().numpy().copy(), p)
 
 
 def masks_of(m: int, drawn: Sequence[Drawn], shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, str], Drawn]:

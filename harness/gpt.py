@@ -31,6 +31,11 @@ class Gpt:
     read_grad: ``read_grad(tensor)`` gives its gradient (default: ``main_grad`` where the case asks for it, else
         ``grad``).
     close: called at the end.
+    before_forward: for cases with dropout: ``before_forward(hook)`` has ``hook(stage, m)`` called in each step from
+        then on, before this rank computes the forward of micro-batch m in a stage, numbered through the whole pipeline,
+        and not where it computes one again. What torch's bernoulli or dropout draw from then on are its masks, in
+        order: of what is embedded, then of each layer's attention, and of what it adds to the residual after attention
+        and after the mlp.
     """
 
     def __init__(
@@ -42,15 +47,18 @@ class Gpt:
         loaded: Callable[[], None] | None = None,
         read_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         close: Callable[[], None] | None = None,
+        before_forward: Callable[[Callable[[int, int], None]], object] | None = None,
     ) -> None:
         for layout in layouts.values():
             placements(layout)  # refuses what is not a layout
         if step is None:
             raise TypeError("Gpt(None, ...): expected a function, which runs a step")
-        require_callables("Gpt", {"step": step, "loaded": loaded, "read_grad": read_grad, "close": close})
+        functions: dict[str, object] = {"step": step, "loaded": loaded, "read_grad": read_grad, "close": close}
+        require_callables("Gpt", functions | {"before_forward": before_forward})
         self.step = step
         self.parameters = dict(parameters)
         self.layouts = dict(layouts)
         self.loaded = loaded
         self.read_grad = read_grad
         self.close = close
+        self.before_forward = before_forward

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from harness.drawn import DRAWN
 from harness.gpt import Gpt
+from harness.gpt_draws import Dropouts
 from harness.held import Held, held, require_apart
 from harness.local import Purity, WrongAdapter, WrongResult, as_local, local_tensor, require_like
 from harness.observation import LocalTensor, Observation
@@ -52,7 +54,7 @@ class Running:
     def all(self) -> Observation:
         case, gpt, mesh = self.case, self.gpt, self.case.mesh
         parameters = self.held()
-        self.purity = Purity()
+        self.purity = Purity(draws=case.dropout > 0)
         self.load(parameters)
         if case.update == "none":
             for name, parameter in parameters.items():
@@ -64,7 +66,8 @@ class Running:
         handed = [x[at].clone() for x in (*tokens(case), valid_tokens(case))]
         for name, x in zip(("ids", "targets", "valid"), handed, strict=True):
             self.purity.watch(name, x)
-        with phase("step"):
+        dropouts = Dropouts(case, self.rank, gpt)
+        with dropouts.seeing() as seen, phase("step"):
             loss = gpt.step(*handed)
         self.tensors["loss"] = self.loss_seen(loss)
         for name in self.shapes:
@@ -75,7 +78,8 @@ class Running:
         self.purity.release()
         what = "" if case.update == "sharded" else ".grad"
         layouts = {name + what: layout_of(case, name, said) for name, said in self.said.items()}
-        return Observation(self.tensors, layouts, tuple(self.purity.report()))
+        facts = {DRAWN: {0: dropouts.masks(seen)}} if case.dropout else {}
+        return Observation(self.tensors, layouts, tuple(self.purity.report()), facts=facts)
 
     def _layout(self, name: str) -> Layout:
         """What the candidate says. Raises WrongAdapter for a cut that other stages, which hold nothing, cannot have."""

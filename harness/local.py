@@ -64,9 +64,11 @@ def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
 
 
 class Purity:
-    """Watches what a candidate must leave alone: parameters, inputs and outputs, the random state, torch's defaults."""
+    """Watches what a candidate must leave alone: parameters, inputs and outputs, the random state unless it ``draws``,
+    torch's defaults."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool = False) -> None:
+        self._draws = draws
         self._watched: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
         self._random = torch.get_rng_state()
         self._dtype = torch.get_default_dtype()
@@ -89,7 +91,7 @@ class Purity:
     def report(self) -> Iterator[str]:
         """One sentence for each thing that was changed."""
         yield from self._problems
-        if not torch.equal(self._random, torch.get_rng_state()):
+        if not self._draws and not torch.equal(self._random, torch.get_rng_state()):
             yield "drew from the default random generator and did not restore it"
         if torch.get_default_dtype() != self._dtype:
             yield f"left the default dtype at {torch.get_default_dtype()}"

@@ -21,12 +21,12 @@ class Trainer(Gpt):
 
     step: as of `Gpt`: forward and backward of this rank's batch, of the loss times the scale, and the optimizer's step.
         It returns the loss of the whole batch, without the scale and before the step, on the ranks of the last stage.
-    parameters, layouts, read_grad, close: as of `Gpt`. loaded: called when the parameters have got the values of the
-        case, so that masters must be made of them.
+    parameters, layouts, read_grad, close, before_forward: as of `Gpt`. loaded: called when the parameters have got the
+        values of the case, so that masters must be made of them.
     scale: ``scale()`` is by what the loss of the next step is multiplied.
     skipped: after a step, whether it was skipped, a bool.
     counters, steps, norm, coefficient, save, load: as of `harness.mixed_precision.MixedPrecision`; the state has the
-        weights too.
+        weights too, and where random streams are.
     master, state, owned: likewise, by the names in ``parameters``; the elements are those of this rank's own part of
         the parameter, flat.
     after_backward: ``after_backward(hook)`` has the hook called in each step from then on, without arguments, when this
@@ -54,8 +54,10 @@ class Trainer(Gpt):
         save: Callable[[], Mapping[str, Any]] | None = None,
         load: Callable[[Any], object] | None = None,
         after_backward: Callable[[Callable[[], None]], object] | None = None,
+        before_forward: Callable[[Callable[[int, int], None]], object] | None = None,
     ) -> None:
-        super().__init__(step, parameters, layouts, loaded=loaded, read_grad=read_grad, close=close)
+        options: dict[str, Any] = {"loaded": loaded, "read_grad": read_grad, "close": close}
+        super().__init__(step, parameters, layouts, **options, before_forward=before_forward)
         if scale is None or skipped is None:
             raise TypeError("Trainer(..., scale, skipped): expected functions, not None")
         functions: dict[str, object] = {"scale": scale, "skipped": skipped, "counters": counters, "steps": steps}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from harness.candidate import NotOffered
+from harness.drawn import DRAWN
+from harness.gpt_draws import Dropouts, Masks
 from harness.gpt_steps import Running, layout_of
 from harness.held import Held
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
@@ -42,6 +44,7 @@ class _Part:
     trainer: Trainer
     running: Running
     parameters: dict[str, Held]
+    dropouts: Dropouts
 
 
 @dataclass
@@ -53,9 +56,10 @@ class _Run:
     seen: list[dict[str, Any]] = field(default_factory=list)
     moved_in: list[list[str]] = field(default_factory=list)
     last: Read = field(default_factory=dict)
+    drawn: dict[int, Masks] = field(default_factory=dict)
 
     def all(self) -> Observation:
-        case, purity = self.case, Purity()
+        case, purity = self.case, Purity(draws=self.case.model.dropout > 0)
         part = self._built(0)
         part.running.load(part.parameters)
         if part.trainer.loaded is not None:
@@ -73,7 +77,8 @@ class _Run:
         if part.trainer.close is not None:
             with phase("close"):
                 part.trainer.close()
-        facts = {SEEN: self.seen, MOVED: self.moved_in, OWNED: owned}
+        facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, OWNED: owned}
+        facts |= {DRAWN: self.drawn} if case.model.dropout else {}
         return Observation(self.tensors, layouts, side_effects=tuple(purity.report()), facts=facts)
 
     def _built(self, step: int) -> _Part:
@@ -86,7 +91,7 @@ class _Run:
         if self.case.overflows and made.after_backward is None:
             raise NotOffered("the trainer has no after_backward")
         running = Running(case.model, self.rank, made)
-        return _Part(made, running, running.held())
+        return _Part(made, running, running.held(), Dropouts(case.model, self.rank, made))
 
     def _resumed(self, before: _Part, step: int) -> _Part:
         """A new trainer with the state of the old one, and of its weights nothing but that."""
@@ -108,8 +113,9 @@ class _Run:
                 trainer.after_backward(lambda: self._overflow(part, step))
         handed = self._batch(step)
         copies = [x.clone() for x in handed]
-        with phase(f"step {step}"):
+        with part.dropouts.seeing() as seen, phase(f"step {step}"):
             loss = trainer.step(*handed)
+        self.drawn[step] = part.dropouts.masks(seen)
         if not all(map(torch.equal, handed, copies)):
             raise WrongResult(f"step {step} changed its batch; expected ids, targets and valid to stay as they are")
         self.tensors[f"loss[{step}]"] = part.running.loss_seen(loss)

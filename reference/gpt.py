@@ -19,7 +19,7 @@ from reference.dtypes import Format, format_of
 from reference.ids import Ids
 from reference.mesh import Mesh
 from reference.recipe import Recipe
-from reference.transformer import Activation, Norm, TransformerCase, TransformerRecipes
+from reference.transformer import DROPOUT, Activation, Norm, TransformerCase, TransformerRecipes
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Positions = Literal["none", "learned", "rotary"]
@@ -52,8 +52,10 @@ class GptCase:
 
     ``sizes``: the sequences of each micro-batch of a rank. ``counts``: how many tokens of a sequence are valid, the
     first ones, read round and round; the others have no loss. ``recompute``: activations are computed again, of
-    attention, of each layer, or of the whole stage. ``update``: none; or ``sharded``: an optimizer that is sharded over
-    dp sums the gradients of its ranks, and subtracts them from the parameters, which are then compared.
+    attention, of each layer, or of the whole stage. ``dropout``: the probability, of what is embedded, of attention,
+    and of what is added to the residual; the masks are the ranks' own. ``update``: none; or ``sharded``: an optimizer
+    that is sharded over dp sums the gradients of its ranks, and subtracts them from the parameters, which are then
+    compared.
     """
 
     mesh: Mesh
@@ -77,6 +79,7 @@ class GptCase:
     bias: bool = False
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    dropout: float = 0.0
     main_grad: bool = False
     update: Update = "none"
     ids: Ids = field(default_factory=Ids)
@@ -100,6 +103,8 @@ class GptCase:
             raise ValueError(f"counts {self.counts}: expected one or more from 0 to the length {self.length}")
         if self.schedule == "1f1b" and self.chunks > 1:
             raise ValueError(f"1f1b has one chunk a rank, not {self.chunks}")
+        if self.dropout not in DROPOUT:
+            raise ValueError(f"dropout {self.dropout}: expected one of {', '.join(map(str, DROPOUT))}")
         if self.update == "sharded" and self.main_grad:
             raise ValueError("a sharded update reads the gradients of the parameters, and no main_grad")
         self.layer(1)  # refuses sizes that do not fit

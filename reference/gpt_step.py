@@ -8,22 +8,25 @@ ranks, T = S * b tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from reference.gpt import GptCase
+from reference.gpt_dropout import EMBEDDED, Masks, dropping
 from reference.gpt_parameters import EMBEDDING, OUTPUT, POSITIONS, layer_name, shapes, tokens, valid_tokens
 from reference.precision import computed_in, gradient_rounded_to, rounded_to
 from reference.transformer import shapes as layer_shapes
-from reference.transformer_layer import attend, feed, linear, norm
+from reference.transformer_layer import Change, attend, feed, linear, norm
 
 Tensors = dict[str, torch.Tensor]
 
 
-def expected(case: GptCase, given: Tensors) -> dict[str, torch.Tensor | None]:
-    """The loss, and every gradient, or with a sharded update every parameter after it; float64."""
-    parts, shares = units(case, given, divisors(case))
+def expected(case: GptCase, given: Tensors, kept: Masks = MappingProxyType({})) -> dict[str, torch.Tensor | None]:
+    """The loss, and every gradient, or with a sharded update every parameter after it; float64. kept: the masks of
+    `reference.gpt_dropout`, where the case has dropout."""
+    parts, shares = units(case, given, divisors(case), kept)
     totals = reduced(case, parts)
     out: dict[str, torch.Tensor | None] = {"loss": loss_of(case, shares)}
     for name, total in totals.items():
@@ -48,16 +51,18 @@ def divisors(case: GptCase) -> torch.Tensor:
     return torch.where(valid, count, torch.inf)
 
 
-def units(case: GptCase, given: Tensors, by: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def units(
+    case: GptCase, given: Tensors, by: torch.Tensor, kept: Masks = MappingProxyType({})
+) -> tuple[Tensors, torch.Tensor]:
     """The gradient that each micro-batch of each rank gives every parameter, [N, D, M, *shape], in the order of the
-    case; and its share of the loss, [N, D, M]. by: as `divisors`."""
+    case; and its share of the loss, [N, D, M]. by: as `divisors`. kept: as of `expected`."""
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in shapes(case)}
     shares: list[torch.Tensor] = []
     order: list[int] = []
     for size in dict.fromkeys(case.sizes):
         numbers = [m for m, one in enumerate(case.sizes) if one == size]
         order += numbers
-        found, share = _of_size(case, given, size, numbers, by)
+        found, share = _of_size(case, given, numbers, by, kept)
         shares.append(share)
         for name, gradient in found.items():
             parts[name].append(gradient)
@@ -90,7 +95,7 @@ def of_ranks(case: GptCase, parts: Tensors) -> Tensors:
 
 
 def _of_size(
-    case: GptCase, given: Tensors, size: int, numbers: list[int], by: torch.Tensor
+    case: GptCase, given: Tensors, numbers: list[int], by: torch.Tensor, kept: Masks
 ) -> tuple[Tensors, torch.Tensor]:
     """All micro-batches of one size: gradients [N, D, m, *shape] and shares of the loss [N, D, m]."""
     dims = case.replicas, case.data_parallel_size, len(numbers)
@@ -98,7 +103,7 @@ def _of_size(
     divisor_UST = _picked(case, by, numbers)
     leaves = _leaves(case, given, dims[0] * dims[1] * dims[2])
     with torch.enable_grad():
-        losses = token_losses(case, leaves, ids, targets, size)
+        losses = token_losses(case, leaves, ids, targets, dropping(case, kept, numbers))
         with computed_in(case.loss_format.name):
             counted = torch.where(divisor_UST.isfinite(), losses, 0.0)
             share_U = (counted / divisor_UST.nan_to_num(posinf=1.0)).flatten(1).sum(-1)
@@ -125,18 +130,22 @@ def _leaves(case: GptCase, given: Tensors, units: int) -> Tensors:
     return made
 
 
-def token_losses(case: GptCase, p: Tensors, ids: torch.Tensor, targets: torch.Tensor, sequences: int) -> torch.Tensor:
-    """ids, targets [U, S, b] -> the loss of every token, [U, S, b]."""
-    U, S, _ = ids.shape
+def token_losses(
+    case: GptCase, p: Tensors, ids: torch.Tensor, targets: torch.Tensor, drop: Callable[[str], Change]
+) -> torch.Tensor:
+    """ids, targets [U, S, b] -> the loss of every token, [U, S, b]. drop: see `reference.gpt_dropout.dropping`."""
+    U, S, b = ids.shape
     rows = (torch.arange(U).view(-1, 1, 1) * case.vocabulary + ids).flatten()
     x = p[EMBEDDING].flatten(0, 1).index_select(0, rows).view(*ids.shape, case.hidden)
     if case.positions == "learned":
         x = x + p[POSITIONS][:, :S].unsqueeze(2)
-    layer = case.layer(sequences)
+    x = drop("")(EMBEDDED, x)
+    layer = case.layer(b)
     names = layer_shapes(layer)
     for number in range(case.layers):
         own = {name: p[layer_name(number, name)] for name in names}
-        x = feed(layer, own, attend(layer, own, x, 0))
+        change = drop(layer_name(number, ""))
+        x = feed(layer, own, attend(layer, own, x, 0, change), change)
     logits = linear(p, "output", norm(layer, p, "norm", x))
     # The loss is in its own format: what goes back is rounded.
     return cross_entropy(case, gradient_rounded_to(case.dtype)(logits), targets)

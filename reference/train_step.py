@@ -64,6 +64,11 @@ class TrainStepCase:
 
     def __post_init__(self) -> None:
         model = self.model
+        if model.dropout and (model.dtype == "fp16" or self.resume != "same"):
+            raise ValueError(
+                f"dropout {model.dropout} in {model.dtype} with resume {self.resume!r}: expected none in fp16, where "
+                "masks would decide what overflows, and none where other ranks go on"
+            )
         if model.dtype not in DTYPES or model.update != "none":
             raise ValueError(
                 f"a model in {model.dtype} with update {model.update!r}: expected one of {', '.join(DTYPES)}, and the "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from reference.data_parallel_gradients import over_ranks
+from reference.gpt_dropout import Masks
 from reference.gpt_parameters import EMBEDDING, OUTPUT, tensors
 from reference.gpt_step import divisors, loss_of, of_ranks, units
 from reference.largest import Largest
@@ -59,10 +60,11 @@ class _Model:
     values: Tensors
     masters: Tensors
     states: dict[str, Tensors]
+    kept: Sequence[Masks] = ()
 
     @staticmethod
-    def of(case: TrainStepCase, given: Tensors, change: Changed = _RIGHT) -> _Model:
-        made = _Model(case, change, dict(given), dict(given), {})
+    def of(case: TrainStepCase, given: Tensors, change: Changed = _RIGHT, kept: Sequence[Masks] = ()) -> _Model:
+        made = _Model(case, change, dict(given), dict(given), {}, kept)
         made.begin()
         return made
 
@@ -78,7 +80,7 @@ class _Model:
         batch, D = self.case.batch(step), 1 if self.case.is_alone(step) else self.case.ranks_of_data
         with computed_in(batch.loss_format.name):
             by = divisors(batch) / (scale * D)
-        parts, shares = units(batch, self.values, by)
+        parts, shares = units(batch, self.values, by, self.kept[step] if self.kept else {})
         if self.case.is_alone(step):
             parts = {name: part.flatten(1, 2).unsqueeze(1) for name, part in parts.items()}
         found = of_ranks(batch, parts)
@@ -168,12 +170,16 @@ def _overflows(case: TrainStepCase, step: int, largest: Largest) -> bool:
 
 
 def expected(
-    case: TrainStepCase, given: Tensors, plans: Sequence[Planned], change: Changed = _RIGHT
+    case: TrainStepCase,
+    given: Tensors,
+    plans: Sequence[Planned],
+    change: Changed = _RIGHT,
+    kept: Sequence[Masks] = (),
 ) -> dict[str, torch.Tensor | None]:
     """All values, float64. plans: as of `plan`, made before, as rounding does not decide them. change: a mistake that
-    is made."""
+    is made. kept: of each step, where the model has dropout, its masks."""
     out: dict[str, torch.Tensor | None] = {}
-    model, before = _Model.of(case, given, change), Tensors()
+    model, before = _Model.of(case, given, change, kept), Tensors()
     for step, planned in enumerate(plans):
         if change.anew and step == change.anew:
             model.begin()

@@ -37,9 +37,12 @@ def dropping(case: TransformerCase, given: Mapping[str, torch.Tensor], m: int) -
 
     def change(where: str, x: torch.Tensor) -> torch.Tensor:
         kept = given.get(mask_name(where, m)) if case.dropout else None
-        if kept is None:
-            return x
-        scale = torch.ones((), dtype=x.dtype) / (1 - case.dropout)
-        return (x * scale).masked_fill(~kept.view(x.shape), 0)
+        return x if kept is None else dropped(x, kept, case.dropout)
 
     return change
+
+
+def dropped(x: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
+    """x where it is kept, divided by 1 - p, else 0. kept: bool, of as many elements."""
+    scale = torch.ones((), dtype=x.dtype) / (1 - p)
+    return (x * scale).masked_fill(~kept.reshape(x.shape), 0)

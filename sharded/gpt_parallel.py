@@ -10,7 +10,7 @@ and one for each weight over the vocabulary; or those of the optimizers, likewis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
 
 import torch
@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from sharded.gpt_stages import GPTLoss, GPTStage
+from sharded.initialization import derived_seed
 from sharded.loss_normalization import over_ranks
 from sharded.partial_gradients import sum_over_group
 from sharded.pipeline import Pipeline
 from sharded.pipeline_schedules import ScheduleKind
+from sharded.random import RandomTracker, States
 from sharded.sharded_optimizer import ShardedOptimizer
 from sharded.transformer import LayerOptions, finish_gradients
 
@@ -71,6 +73,8 @@ class ParallelGPT:
         self.tied, self.reduces = tied and len(stages) > 1, reduces
         #: Called when this rank's backwards are done, before gradients are completed.
         self.after_backward: Callable[[], None] | None = None
+        #: Called with stage and micro-batch before a forward that is not computed again in backward.
+        self.before_forward: Callable[[int, int], None] | None = None
         self.numbers = range(pipeline.rank(), count, ranks)
         self.layers = {number: list(stages[number]) for number in self.numbers}
         options["group"] = tensor
@@ -86,6 +90,7 @@ class ParallelGPT:
                 tied=tied,
                 positions=positions,
                 divisible_by=divisible_by,
+                tracker=RandomTracker(derived_seed(seed, "dropout", number), tensor),
                 seed=seed,
                 **options,
             )
@@ -103,6 +108,7 @@ class ParallelGPT:
             trackers=[stage.tracker for stage in self.stages] if recompute_stages else (),
             tied={"embedding": copies} if self.tied else None,
             reduce=self._completed,
+            before_forward=self._begins,
         )
         self._alone = [p for stage in self.stages for p in vocabulary_weights(stage)]
         placed = zip(self.numbers, self.stages, strict=True)
@@ -141,6 +147,19 @@ class ParallelGPT:
             if stage.last and stage.tied and stage.embedding is not None:
                 found["output.weight"] = stage.embedding.weight
         return found
+
+    def random_states(self) -> dict[int, States]:
+        """Where the random streams of this rank's stages are, by their numbers."""
+        return {number: stage.tracker.state() for number, stage in zip(self.numbers, self.stages, strict=True)}
+
+    def load_random_states(self, states: Mapping[int, States]) -> None:
+        """Puts the streams where they were. Raises KeyError for a stage that is missing."""
+        for number, stage in zip(self.numbers, self.stages, strict=True):
+            stage.tracker.load(states[number])
+
+    def _begins(self, stage: int, micro_batch: int) -> None:
+        if self.before_forward is not None:
+            self.before_forward(stage, micro_batch)
 
     def _completed(self) -> None:
         if self.after_backward is not None:

@@ -46,7 +46,8 @@ class Pipeline:
     recompute: stages keep their inputs alone and compute again before backward. trackers: random streams, beside the
     default generator, that are put back for that. tied: the copies, on this rank, of parameters that several stages
     hold. reduce: called in `step` when the gradients of this pipeline are complete, those of tied parameters summed:
-    the place for reductions over data-parallel ranks. borders: what each stage takes and gives, so that borders that
+    the place for reductions over data-parallel ranks. before_forward: called with stage and micro-batch before each
+    forward, and not where that is computed again. borders: what each stage takes and gives, so that borders that
     do not fit are refused here; without it they show in the first forward. measure: count stored bytes in ``record``.
 
     Raises ValueError, on every rank of the group, where ranks have different numbers of stages, stages disagree about
@@ -64,12 +65,13 @@ class Pipeline:
         trackers: Sequence[RandomTracker] = (),
         tied: Copies | None = None,
         reduce: Callable[[], None] | None = None,
+        before_forward: Callable[[int, int], None] | None = None,
         borders: Sequence[Declared] | None = None,
         measure: bool = False,
     ) -> None:
         require_member(group)
         require_chunks(len(stages), group)
-        self.group, self.loss, self.reduce = group, loss, reduce
+        self.group, self.loss, self.reduce, self.before_forward = group, loss, reduce, before_forward
         self.schedule: ScheduleKind = schedule
         self.chunks, self.ranks, self.rank = len(stages), group.size(), group.rank()
         self.last = self.chunks * self.ranks - 1
@@ -178,6 +180,8 @@ class _Run:
     def _forward(self, action: Action) -> None:
         p, m, stage = self.pipeline, action.micro_batch, self.pipeline.stages[action.chunk]
         inputs = self.inputs[m] if stage.number == 0 else self.arrived.pop(Label("forward", stage.number, m))
+        if p.before_forward is not None:
+            p.before_forward(stage.number, m)
         if stage.number < p.last:
             self.arrived[Label("forward", stage.number + 1, m)] = stage.forward(m, inputs)
         else:

@@ -106,10 +106,11 @@ class Trainer:
         self.optimizer.refresh()
 
     def save(self) -> dict[str, Any]:
-        """The parameters of this rank, and all that is kept for them, alike on every data-parallel rank, for any number
-        of these. Every rank must call it."""
+        """The parameters of this rank, all that is kept for them, and where its random streams are, alike on every
+        data-parallel rank, for any number of these. Every rank must call it."""
         return {
             "parameters": {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
+            "random": self.model.random_states(),
             "optimizer": self.optimizer.save(),
         }
 
@@ -120,7 +121,7 @@ class Trainer:
         Raises ValueError, and changes nothing, where that was of another model or configuration, or something of it is
         missing.
         """
-        missing = [key for key in ("parameters", "optimizer") if key not in saved]
+        missing = [key for key in ("parameters", "random", "optimizer") if key not in saved]
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}: it is cut short; pass what save() returned")
         due = {name: (tuple(p.shape), p.dtype) for name, p in self.parameters.items()}
@@ -131,7 +132,13 @@ class Trainer:
                     f"parameter {name!r} is {found.get(name, 'missing')} in the state, and here it is "
                     f"{due.get(name, 'missing')}: build the model that was saved"
                 )
+        if set(saved["random"]) != set(self.model.numbers):
+            raise ValueError(
+                f"the state has random streams of the stages {sorted(saved['random'])}, and here are the stages "
+                f"{list(self.model.numbers)}: build the model that was saved"
+            )
         self.optimizer.load(saved["optimizer"])
+        self.model.load_random_states(saved["random"])
         for name, parameter in self.parameters.items():
             parameter.copy_(saved["parameters"][name])
 

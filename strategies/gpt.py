@@ -44,6 +44,7 @@ FEATURES = {
     "gpt_selective_recompute": "backward computes attention again",
     "gpt_full_recompute": "backward computes each layer again",
     "gpt_stage_recompute": "backward computes the whole stage again",
+    "gpt_dropout": "dropout of what is embedded, of attention, and before the residual additions",
     "gpt_main_grad": "gradients accumulated in fp32 in a buffer beside the parameter",
     "gpt_sharded": "an optimizer that is sharded over dp",
 }
@@ -97,6 +98,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> GptCase:
         bias=scope.has("gpt_bias") and draw(st.booleans()),
         sequence_parallel=sequence_parallel,
         recompute=draw(st.sampled_from(_recomputations(scope))) if one_in(draw, 3) else "none",
+        dropout=draw(st.sampled_from((0.5, 0.5, 0.1))) if scope.has("gpt_dropout") and one_in(draw, 6) else 0.0,
         main_grad=scope.has("gpt_main_grad") and not sharded and one_in(draw, 4),
         update="sharded" if sharded else "none",
         ids=Ids(draw(st.sampled_from(list(IDS))), draw(_seeds)),
@@ -273,6 +275,7 @@ def needs(case: GptCase) -> dict[str, bool]:
         "gpt_bias": case.bias,
         "gpt_sequence_parallel": case.sequence_parallel,
         f"gpt_{case.recompute}_recompute": case.recompute != "none",
+        "gpt_dropout": case.dropout > 0,
         "gpt_main_grad": case.main_grad,
         "gpt_sharded": case.update == "sharded",
     }

@@ -16,7 +16,7 @@ from four_ranks import on_four_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import Gpt, Split, cases, check
+from harness import Gpt, NotOffered, Split, cases, check
 from harness.candidates.builtin import Builtin
 from harness.gpt_steps import run
 from harness.local import WrongAdapter, WrongResult
@@ -44,6 +44,8 @@ RIGHT = {
     "sharded": replace(TIED, **SHARDED, schedule="1f1b"),
     "copies on one rank": replace(TIED, mesh=Mesh.of(dp=4), chunks=2, hidden=12),
     "copies on one rank, sharded": replace(TIED, mesh=Mesh.of(dp=4), chunks=2, hidden=12, **SHARDED),
+    "drops and computes again": replace(TENSOR, dropout=0.5, sequence_parallel=True, recompute="stage"),
+    "drops, in chunks": replace(TIED, **CHUNKS, dropout=0.1, recompute="full"),
 }
 
 #: By mutant, a case that shows it.
@@ -57,6 +59,9 @@ SHOWS = {
     "F74": replace(TENSOR, sequence_parallel=True, **SHARDED),
     "F75": replace(TIED, main_grad=True),
     "F76": replace(TIED, mesh=Mesh.of(dp=4), chunks=2, depths=(0,), hidden=4, heads=1, kv_heads=1, ffn=1, counts=(4,)),
+    "F92": replace(PLAIN, dropout=0.5),
+    "F93": replace(PLAIN, dropout=0.5, recompute="stage"),
+    "F94": replace(TENSOR, dropout=0.5, sequence_parallel=True),
 }
 
 #: By mutant, a case in which it hides.
@@ -70,6 +75,9 @@ HIDES = {
     "F74": replace(TENSOR, **SHARDED),
     "F75": TIED,
     "F76": PLAIN,
+    "F92": replace(PLAIN, mesh=Mesh.of(dp=4), dropout=0.5),
+    "F93": replace(PLAIN, dropout=0.5, recompute="full"),
+    "F94": replace(TENSOR, dropout=0.5),
 }
 
 
@@ -141,6 +149,20 @@ def loss(*tokens: torch.Tensor) -> torch.Tensor:
     return torch.zeros(())
 
 
+def dropping(*forwards: Any, size: int = 0, p: float = 0.1) -> Gpt:
+    """Tells of these forwards, and draws one mask."""
+    told: list[Callable[[Any, Any], None]] = []
+
+    def step(*tokens: torch.Tensor) -> torch.Tensor:
+        for one in forwards:
+            told[0](*one)
+        if size:
+            torch.empty(size).bernoulli_(p)
+        return torch.zeros(())
+
+    return Gpt(step, held(), {}, before_forward=told.append)
+
+
 def without(name: str) -> dict[str, torch.Tensor]:
     return {other: x for other, x in held().items() if other != name}
 
@@ -164,12 +186,28 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a loss for each token": (lambda: Gpt(lambda *t: torch.zeros(2), held(), {}), WrongResult, "local shape"),
 }
 
+#: With dropout.
+WRONGLY_DROPPED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "dropout untold": (lambda: Gpt(loss, held(), {}), NotOffered, "no before_forward"),
+    "a forward untold": (
+        lambda: Gpt(loss, held(), {}, before_forward=lambda hook: None),
+        WrongAdapter,
+        "before_forward lacks stage 0, micro-batch 0; expected a call",
+    ),
+    "another stage": (lambda: dropping((0, 0), (1, 0)), WrongAdapter, "before_forward has stage 1, micro-batch 0"),
+    "a forward twice": (lambda: dropping((0, 0), (0, 0)), WrongAdapter, "called twice with stage 0, micro-batch 0"),
+    "no numbers": (lambda: dropping(("a", 0)), WrongAdapter, r"called with \('a', 0\); expected stage"),
+    "nothing dropped": (lambda: dropping((0, 0)), WrongResult, "in stage 0 drew 0 dropout masks; expected 1: embedded"),
+    "a mask's shape": (lambda: dropping((0, 0), size=7), WrongResult, r"mask of shape \(7,\) for embedded; expected"),
+    "a probability": (lambda: dropping((0, 0), size=8, p=0.2), WrongResult, "with probability 0.2; expected 0.1, or"),
+}
 
-@pytest.mark.parametrize("what", WRONG)
+
+@pytest.mark.parametrize("what", [*WRONG, *WRONGLY_DROPPED])
 def test_an_adapter_that_is_wrong_is_told_so(what: str) -> None:
-    build, kind, words = WRONG[what]
+    build, kind, words = {**WRONG, **WRONGLY_DROPPED}[what]
     with pytest.raises(kind, match=words):
-        run(ONE, 0, build)
+        run(replace(ONE, dropout=0.1 * (what in WRONGLY_DROPPED)), 0, build)
 
 
 def test_what_a_step_changes_is_seen() -> None:

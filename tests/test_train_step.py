@@ -32,6 +32,7 @@ from sharded import mutants
 
 MODEL = GptCase(Mesh.of(pp=2, dp=2), 5, 4, 1, 1, 2, sizes=(1, 1), length=3, counts=(3, 1, 2), tied=True)
 TENSOR = replace(MODEL, mesh=Mesh.of(tp=2, pp=2), heads=2, kv_heads=2, hidden=8, length=4, counts=(4, 1, 2))
+DROPS = replace(MODEL, dropout=0.5, hidden=16, recompute="selective")
 PLAIN = TrainStepCase(MODEL)
 ADAM: dict[str, Any] = {"optimizer": "adamw", "lr": 2.0**-5}
 SCALED = Scaling("constant", 4.0)
@@ -54,6 +55,7 @@ RIGHT = {
     "together": replace(
         PLAIN, steps=2, momentum=0.75, load=1, resume="together", overflows=(Overflow(0, axes=("dp",)),)
     ),
+    "drops": replace(PLAIN, model=DROPS, steps=3, **ADAM, load=2, overflows=(Overflow(1),), clip=1.0),
     "overflows of itself": replace(
         PLAIN, model=replace(MODEL, dtype="fp16"), steps=3, clip=1.0,
         scaling=Scaling(initial=2.0**32, backoff_factor=2.0**-24, minimum=1.0),
@@ -78,6 +80,7 @@ SHOWS = {
     "F89": replace(PLAIN, steps=2, load=1),
     "F90": replace(PLAIN, model=replace(TENSOR, chunks=2, schedule="interleaved", sequence_parallel=True)),
     "F91": replace(PLAIN, model=replace(TENSOR, kv_heads=1), clip=1.0),
+    "F95": replace(PLAIN, model=DROPS, steps=2, load=1),
 }
 
 #: By mutant, a case in which it hides.
@@ -98,6 +101,7 @@ HIDES = {
     "F89": replace(PLAIN, steps=2),
     "F90": replace(PLAIN, model=replace(TENSOR, sequence_parallel=True)),
     "F91": replace(PLAIN, model=TENSOR, clip=1.0),
+    "F95": replace(PLAIN, model=DROPS, steps=2),
 }
 
 #: What is said of some of them.

@@ -12,6 +12,7 @@ from harness.find import Spec
 from harness.gpt_steps import run
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
+from harness.properties.gpt_dropout import judge_with_masks
 from harness.properties.gpt_suspects import suspects
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.tensors import Form, Want, judge_tensors
@@ -19,6 +20,7 @@ from harness.session import Session
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
 from reference.gpt import GptCase
+from reference.gpt_dropout import Masks
 from reference.gpt_parameters import EMBEDDING, OUTPUT, shapes, tensors
 from reference.gpt_step import expected
 from reference.layout import Layout, Split, with_each
@@ -38,13 +40,21 @@ def judge(case: GptCase, description: Description, want: dict[str, Want], worlds
     in_fp32 = ["loss"]
     if case.main_grad:
         in_fp32 += [f"{name}.grad" for name in shapes(case)]
-    found = forms_of(list(want), loss_cut(case), case.format, in_fp32, seen[0])
+    found = forms_of(_names(case), loss_cut(case), case.format, in_fp32, seen[0])
     forms = {name: Form(_each(case, form.layout), form.dtype) for name, form in found.items()}
-    why = explanation(
-        forms, case.mesh, seen, expected(case, given), case.micro_batches, lambda name: suspects(case, given, name),
-        {"query heads that share a key-value head": case.heads // case.kv_heads, "layers": case.layers},
-    )  # fmt: skip
-    verdict = judge_tensors(want, forms, case.mesh, seen, why)
+
+    def against(want: dict[str, Want], kept: Masks) -> Verdict:
+        known = (lambda name: suspects(case, given, name)) if not case.dropout else lambda name: ()
+        why = explanation(
+            forms, case.mesh, seen, expected(case, given, kept), case.micro_batches, known,
+            {"query heads that share a key-value head": case.heads // case.kv_heads, "layers": case.layers},
+        )  # fmt: skip
+        return judge_tensors(want, forms, case.mesh, seen, why)
+
+    if case.dropout:
+        verdict = judge_with_masks(case, seen, lambda kept, careful: against(_wanted(case, kept[0], careful), kept[0]))
+    else:
+        verdict = against(want, {})
     ending = "" if case.update == "sharded" else ".grad"
     return replace(verdict, findings=(*verdict.findings, *copies_differ(case, seen, ending)))
 
@@ -81,9 +91,19 @@ def copies_differ(case: GptCase, seen: World, ending: str) -> Iterator[Finding]:
                 return
 
 
+def _names(case: GptCase) -> list[str]:
+    """Of what is compared."""
+    return ["loss", *(name if case.update == "sharded" else f"{name}.grad" for name in shapes(case))]
+
+
 def _expected(case: GptCase, careful: bool = False) -> dict[str, Want]:
+    """Nothing where the masks are to be seen first."""
+    return {} if case.dropout else _wanted(case, {}, careful)
+
+
+def _wanted(case: GptCase, kept: Masks, careful: bool) -> dict[str, Want]:
     given = tensors(case)
-    return wanted(False, case.format, lambda: expected(case, given), given, careful=careful)
+    return wanted(False, case.format, lambda: expected(case, given, kept), given, careful=careful)
 
 
 GPT = Property(
@@ -96,6 +116,6 @@ GPT = Property(
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.gpt:on_rank",
     expected=_expected,
-    careful=lambda case: _expected(case, careful=True),
+    careful=lambda case: None if case.dropout else _expected(case, careful=True),
     judge=judge,
 )

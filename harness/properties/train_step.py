@@ -12,6 +12,7 @@ from harness.find import Spec
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
 from harness.properties.gpt import copies_differ, loss_cut
+from harness.properties.gpt_dropout import judge_with_masks
 from harness.properties.mixed_precision_decisions import judge_decisions
 from harness.properties.modules import explanation, wanted
 from harness.properties.tensors import Form, Want, judge_tensors, other_bits
@@ -21,6 +22,7 @@ from harness.session import Session
 from harness.train_step_run import run
 from harness.verdict import Verdict
 from harness.world import RankContext
+from reference.gpt_dropout import Masks
 from reference.gpt_parameters import tensors
 from reference.layout import Whole
 from reference.train_step import TrainStepCase
@@ -58,11 +60,17 @@ def judge(case: TrainStepCase, description: Description, want: dict[str, Want], 
     forms = forms_of(case, seen[0])
     offered = {name for one in seen for name in one.tensors}
     always = {*seen[0].layouts, *(f"loss[{step}]" for step in range(case.steps))}
-    want = {name: one for name, one in want.items() if name in offered | always}
-    why = explanation(
-        forms, case.mesh, seen, {}, case.model.micro_batches, lambda name: suspects(case, tensors(case.model), name)
-    )
-    verdict = judge_tensors(want, forms, case.mesh, seen, why)
+    known = (lambda name: suspects(case, tensors(case.model), name)) if not case.model.dropout else lambda name: ()
+    why = explanation(forms, case.mesh, seen, {}, case.model.micro_batches, known)
+
+    def against(want: dict[str, Want]) -> Verdict:
+        compared = {name: one for name, one in want.items() if name in offered | always}
+        return judge_tensors(compared, forms, case.mesh, seen, why)
+
+    if case.model.dropout:
+        verdict = judge_with_masks(case.model, seen, lambda kept, careful: against(_wanted(case, kept, careful)))
+    else:
+        verdict = against(want)
     findings = (
         *verdict.findings,
         *judge_masters(case, seen),
@@ -86,8 +94,14 @@ def forms_of(case: TrainStepCase, seen: Observation) -> dict[str, Form]:
 
 
 def _expected(case: TrainStepCase, careful: bool = False) -> dict[str, Want]:
+    """Nothing where masks are to be seen first."""
+    return {} if case.model.dropout else _wanted(case, (), careful)
+
+
+def _wanted(case: TrainStepCase, kept: Sequence[Masks], careful: bool) -> dict[str, Want]:
     given, plans = tensors(case.model), plan(case)
-    return wanted(False, case.model.format, lambda: expected(case, given, plans), given, careful=careful)
+    compute = lambda: expected(case, given, plans, kept=kept)  # noqa: E731
+    return wanted(False, case.model.format, compute, given, careful=careful)
 
 
 TRAIN_STEP = Property(
@@ -100,7 +114,7 @@ TRAIN_STEP = Property(
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.train_step:on_rank",
     expected=_expected,
-    careful=lambda case: _expected(case, careful=True),
+    careful=lambda case: None if case.model.dropout else _expected(case, careful=True),
     judge=judge,
     runs=runs,
 )

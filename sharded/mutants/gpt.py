@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from sharded import gpt_parallel, gpt_stages, norms, pipeline_tied
+from sharded import gpt_parallel, gpt_stages, initialization, norms, pipeline_tied, random
 from sharded.gpt_parallel import ParallelGPT
 from sharded.gpt_stages import GPTLoss
 from sharded.mutants import Mutant, Patch, pipeline_gradients
 from sharded.norms import Norm
 from sharded.parallel_linear import PartOptions
+from sharded.pipeline import Pipeline
 from sharded.positions import Positions
+from sharded.random import RandomTracker, Stream
 from sharded.transformer import finish_gradients
 
 
@@ -91,6 +93,27 @@ def _tied_summed_in_shards() -> list[Patch]:
     return [*pipeline_gradients.summed_after_the_reduction(), (ParallelGPT, "apart", from_the_end)]
 
 
+def _stages_alike() -> list[Patch]:
+    def derived_seed(seed: int, *names: str | int) -> int:
+        return initialization.derived_seed(seed, *[name for name in names if not isinstance(name, int)])
+
+    return [(gpt_parallel, "derived_seed", derived_seed)]
+
+
+def _computed_again_otherwise() -> list[Patch]:
+    def without_trackers(*arguments: Any, **options: Any) -> Pipeline:
+        return Pipeline(*arguments, **{**options, "trackers": ()})
+
+    return [(gpt_parallel, "Pipeline", without_trackers)]
+
+
+def _embedded_dropped_alike() -> list[Patch]:
+    def dropout(x: torch.Tensor, p: float, tracker: RandomTracker, stream: Stream) -> torch.Tensor:
+        return random.dropout(x, p, tracker, "replicated")
+
+    return [(gpt_stages, "dropout", dropout)]
+
+
 MUTANTS = (
     Mutant(
         "F46b",
@@ -136,5 +159,20 @@ MUTANTS = (
         "copies of the tied embedding are reduced over dp in buffers with others: their bits drift apart",
         "own",
         _tied_among_others,
+    ),
+    Mutant("F92", "gpt", "all stages of the pipeline draw the same dropout masks", "own", _stages_alike),
+    Mutant(
+        "F93",
+        "gpt",
+        "a stage that is computed again draws other dropout masks",
+        "own",
+        _computed_again_otherwise,
+    ),
+    Mutant(
+        "F94",
+        "gpt",
+        "under sequence parallelism all tp ranks drop the same positions of what they embed",
+        "own",
+        _embedded_dropped_alike,
     ),
 )

@@ -153,6 +153,10 @@ def _resumed_with_old_weights() -> list[Patch]:
     return [(train_step.Trainer, "load", load)]
 
 
+def _masks_from_the_start() -> list[Patch]:
+    return [(ParallelGPT, "load_random_states", lambda self, states: None)]
+
+
 def _mutant(number: str, fault: str, patches: Callable[[], list[Patch]], thread: str = "own") -> Mutant:
     return Mutant(number, "train_step", fault, thread, patches)
 
@@ -199,4 +203,5 @@ MUTANTS = (
     _mutant(
         "F91", "key-value heads that several ranks hold count in the norm on each", _shared_heads_counted_by_all,
     ),
+    _mutant("F95", "a trainer that goes on draws its dropout masks from the start", _masks_from_the_start),
 )  # fmt: skip

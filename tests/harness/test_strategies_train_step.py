@@ -42,7 +42,7 @@ def sample(scope: Scope, count: int) -> list[TrainStepCase]:
 
 @pytest.fixture(scope="module")
 def drawn() -> list[TrainStepCase]:
-    return [*sample(replace(ALL, dtypes=("fp32", "bf16")), 120), *sample(replace(ALL, dtypes=("fp16",)), 25)]
+    return [*sample(replace(ALL, dtypes=("fp32", "bf16")), 120), *sample(replace(ALL, dtypes=("fp16",)), 80)]
 
 
 def test_every_feature_is_drawn(drawn: list[TrainStepCase]) -> None:

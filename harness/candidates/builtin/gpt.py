@@ -30,7 +30,12 @@ def gpt(case: GptCase, groups: ProcessGroups) -> Gpt:
         return model.step(torch.split(ids, sizes), list(pairs))
 
     parameters = {own_name(name): parameter for name, parameter in model.named_parameters().items()}
-    return Gpt(step, dict(parameters), layouts(case))
+    return Gpt(
+        step,
+        dict(parameters),
+        layouts(case),
+        before_forward=lambda hook: setattr(model, "before_forward", hook),
+    )
 
 
 def model_of(
@@ -61,6 +66,9 @@ def model_of(
         bias=case.bias,
         sequence_parallel=case.sequence_parallel,
         main_grad=case.main_grad,
+        attention_dropout=case.dropout,
+        hidden_dropout=case.dropout,
+        seed=case.ids.seed,
         dtype=case.format.torch_dtype,
     )
 

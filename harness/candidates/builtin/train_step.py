@@ -77,6 +77,7 @@ def train_step(case: TrainStepCase, groups: ProcessGroups) -> Trainer:
         owned=lambda name: owned[name],
         save=made.save,
         load=load,
+        before_forward=lambda hook: setattr(model, "before_forward", hook),
         after_backward=lambda hook: setattr(model, "after_backward", hook),
     )
 
