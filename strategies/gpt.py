@@ -75,6 +75,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> GptCase:
     size += positions == "rotary" and size % 2
     vocabulary = draw(st.integers(tp, 11))
     vocabulary = vocabulary if scope.has("gpt_uneven_vocabulary") else vocabulary // tp * tp
+    dropout = draw(st.sampled_from((0.5, 0.5, 0.1))) if scope.has("gpt_dropout") and one_in(draw, 6) else 0.0
     sharded = scope.has("gpt_sharded") and mesh.axis_size("dp") > 1 and one_in(draw, 2)
     return GptCase(
         mesh=mesh,
@@ -97,8 +98,8 @@ def cases(draw: st.DrawFn, scope: Scope) -> GptCase:
         qk_norm=qk_norm,
         bias=scope.has("gpt_bias") and draw(st.booleans()),
         sequence_parallel=sequence_parallel,
-        recompute=draw(st.sampled_from(_recomputations(scope))) if one_in(draw, 3) else "none",
-        dropout=draw(st.sampled_from((0.5, 0.5, 0.1))) if scope.has("gpt_dropout") and one_in(draw, 6) else 0.0,
+        recompute=draw(st.sampled_from(_recomputations(scope))) if dropout or one_in(draw, 3) else "none",
+        dropout=dropout,
         main_grad=scope.has("gpt_main_grad") and not sharded and one_in(draw, 4),
         update="sharded" if sharded else "none",
         ids=Ids(draw(st.sampled_from(list(IDS))), draw(_seeds)),
