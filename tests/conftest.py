@@ -15,7 +15,7 @@ from harness.draws import register
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "backend": register()}
 
 hypothesis.settings.register_profile("dev", max_examples=30, **COMMON)
-hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **COMMON)
+hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=2000, print_blob=True, **COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
