@@ -11,8 +11,7 @@ from torch import nn
 
 from harness.clip import Clipper
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.observation import LocalTensor, Observation
-from harness.properties.refusal import REFUSED
+from harness.observation import REFUSED, LocalTensor, Observation
 from harness.session import CandidateRaised, phase
 from reference.clip import ClipCase, Tensors, held, local, names
 

@@ -25,8 +25,7 @@ from harness.mixed_precision_reading import (
     reading,
     through_a_file,
 )
-from harness.observation import LocalTensor, Observation
-from harness.properties.refusal import REFUSED
+from harness.observation import REFUSED, LocalTensor, Observation
 from harness.scaling import cut_short
 from harness.session import CandidateRaised, phase
 from reference.mixed_precision import OF_STATE, MixedPrecisionCase

@@ -13,6 +13,9 @@ from harness.world.traffic import Collective
 from reference.layout import Layout
 from reference.traffic import Phase, Transfer
 
+#: The fact of an observation, where a candidate should refuse something: the exception as text, or None without one.
+REFUSED = "refused"
+
 
 @dataclass(frozen=True)
 class LocalTensor:

@@ -13,8 +13,7 @@ from torch import nn
 
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, local_tensor, require_like
-from harness.observation import LocalTensor, Observation, Sent
-from harness.properties.refusal import REFUSED
+from harness.observation import REFUSED, LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.world.traffic import Recorder

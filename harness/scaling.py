@@ -13,8 +13,7 @@ import torch
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, WrongResult
 from harness.loss_scale import LossScaler
-from harness.observation import Observation, Sent
-from harness.properties.refusal import REFUSED
+from harness.observation import REFUSED, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
 from reference.loss_scale import OF_STATE, Event, LossScaleCase

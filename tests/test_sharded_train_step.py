@@ -110,7 +110,10 @@ def foreign_states_are_refused() -> list[str]:
     scaled = Trainer(built(), SGD(0.5, 0.5), ConstantLossScaler(2.0)).save()
     wanted: dict[str, tuple[Mapping[str, Any], str]] = {
         "cut short": ({"parameters": good["parameters"]}, "the state has no random, optimizer"),
-        "other stages": ({**good, "random": {3: {}}}, "random streams of the stages [3], and here are the stages [0, 1]"),
+        "other stages": (
+            {**good, "random": {3: {}}},
+            "of the stages [3], and here are the stages [0, 1]",
+        ),
         "fewer parameters": ({**good, "parameters": fewer}, "parameter 'norm.bias' is missing in the state"),
         "another width": (wide, ", 16), torch.float32) in the state"),
         "another optimizer": (adam, "AdamW"),

@@ -14,13 +14,13 @@ from harness.candidate import Candidate, NotOffered, Sharded
 from harness.exercise import Names
 from harness.find import Spec
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, permuted, require_like
-from harness.observation import Observation, Sent
+from harness.observation import REFUSED, Observation, Sent
 from harness.oracle.patterns.evidence import Suspect
 from harness.properties.all_reduce_suspects import suspects
 from harness.properties.base import Description, Property, World
 from harness.properties.messages import judge_messages, without_messages
 from harness.properties.modules import explanation, forms_of, wanted
-from harness.properties.refusal import REFUSED, judge_refusal
+from harness.properties.refusal import judge_refusal
 from harness.properties.tensors import Want, judge_tensors
 from harness.properties.traffic import judge_traffic
 from harness.session import CandidateRaised, Session, phase

@@ -10,13 +10,13 @@ import strategies.pipeline
 import strategies.pipeline_simpler
 from harness.candidate import NotOffered
 from harness.find import Spec
-from harness.observation import Observation
+from harness.observation import REFUSED, Observation
 from harness.pipeline_steps import BITS, DRAWS, IN_FLIGHT, attempt, run
 from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, forms_of, wanted
 from harness.properties.pipeline_suspects import suspects, without_tying
 from harness.properties.pipeline_traffic import judge_borders
-from harness.properties.refusal import REFUSED, judge_refusal
+from harness.properties.refusal import judge_refusal
 from harness.properties.tensors import Want, judge_tensors, other_bits
 from harness.session import Session
 from harness.stages import PLANTED

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from harness.observation import Observation
+from harness.observation import REFUSED, Observation
 from harness.properties.base import World
 from harness.verdict import Finding, Verdict
 from reference.mesh import Mesh
-
-#: The fact of an observation: the exception as text, or None where there was none.
-REFUSED = "refused"
 
 
 def judge_refusal(mesh: Mesh, observed: World, what: str) -> Verdict:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from harness.observation import LocalTensor, Observation
+from harness.observation import REFUSED, LocalTensor, Observation
 from harness.properties.all_reduce import ALL_REDUCE, judge
 from harness.properties.base import Description
-from harness.properties.refusal import REFUSED
 from harness.verdict import Verdict
 from reference.all_reduce import AllReduceCase, AllReduceRecipes, layouts, tensors
 from reference.layout import window

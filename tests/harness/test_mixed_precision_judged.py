@@ -16,9 +16,8 @@ from harness import MixedPrecision
 from harness.candidate import NotOffered
 from harness.local import WrongAdapter, WrongResult
 from harness.mixed_precision_steps import CHANGED, MOVED, OWNED, SEEN, attempt, run
-from harness.observation import LocalTensor, Observation
+from harness.observation import REFUSED, LocalTensor, Observation
 from harness.properties.base import Description
-from harness.properties.refusal import REFUSED
 from harness.session import CandidateRaised
 from harness.verdict import Verdict
 from reference.layout import window
