@@ -63,6 +63,24 @@ def require_like(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
         raise WrongResult(f"{what} has dtype {tensor.dtype}; expected {dtype}")
 
 
+def as_number(what: str, found: object) -> float:
+    """A number that a candidate returned. Raises WrongResult for what is none."""
+    if isinstance(found, float | int) or (isinstance(found, torch.Tensor) and found.numel() == 1):
+        try:
+            return float(found)
+        except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            pass  # complex, on meta, or too large
+    raise WrongResult(f"{what} returned {reprlib.repr(found)}; expected a number, or a tensor of one element")
+
+
+def as_count(what: str, found: object) -> int:
+    """Likewise a whole number."""
+    number = as_number(what, found)
+    if not number.is_integer():
+        raise WrongResult(f"{what} returned {reprlib.repr(found)}; expected a whole number")
+    return int(number)
+
+
 class Purity:
     """Watches what a candidate must leave alone: parameters, inputs and outputs, the random state unless it ``draws``,
     torch's defaults."""

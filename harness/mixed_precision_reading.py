@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from harness.local import WrongAdapter, WrongResult, local_tensor, require_like
+from harness.local import WrongAdapter, as_count, as_number, local_tensor, require_like
 from harness.mixed_precision import MixedPrecision
 from harness.observation import LocalTensor
 from harness.session import phase
@@ -26,9 +26,7 @@ def number(what: str, read: Callable[[], Any]) -> float:
     """Raises WrongResult for what is none."""
     with phase(what):
         found = read()
-    if not isinstance(found, float | int) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-        raise WrongResult(f"{what} returned {reprlib.repr(found)}; expected a number, or a tensor of one element")
-    return float(found)
+    return as_number(what, found)
 
 
 class Decides(Protocol):
@@ -43,14 +41,21 @@ def decisions(optimizer: Decides) -> dict[str, float]:
     """The scale, and of its counters and the count of steps what the candidate offers."""
     found = {"scale": number("scale", optimizer.scale)}
     if optimizer.counters is not None:
-        with phase("counters"):
-            counters: Any = optimizer.counters()
-        if not isinstance(counters, Mapping) or set(counters) - {"good", "left"}:
-            raise WrongAdapter(f"counters returned {reprlib.repr(counters)}; expected 'good' and 'left', or one")
-        found |= {name: int(value) for name, value in counters.items()}
+        found |= counted(optimizer.counters)
     if optimizer.steps is not None:
-        found["steps"] = int(number("steps", optimizer.steps))
+        with phase("steps"):
+            steps = optimizer.steps()
+        found["steps"] = as_count("steps", steps)
     return found
+
+
+def counted(counters: Callable[[], Mapping[str, int]]) -> dict[str, int]:
+    """The counters of a loss scaler. Raises WrongAdapter for other ones, WrongResult for what is no whole number."""
+    with phase("counters"):
+        found: Any = counters()
+    if not isinstance(found, Mapping) or set(found) - {"good", "left"}:
+        raise WrongAdapter(f"counters returned {reprlib.repr(found)}; expected 'good' and 'left', or one")
+    return {name: as_count(f"counters()[{name!r}]", value) for name, value in found.items()}
 
 
 def owned(optimizer: MixedPrecision, name: str, parameter: nn.Parameter) -> Ranges:
@@ -94,11 +99,21 @@ def _read(optimizer: MixedPrecision, name: str, kind: str) -> torch.Tensor:
 
 def through_a_file(save: Callable[[], object]) -> Any:
     """A state, as it comes back from a file."""
+    return read(written(save))
+
+
+def written(save: Callable[[], object]) -> bytes:
+    """A file of a state."""
     file = io.BytesIO()
     with phase("save"):
         torch.save(save(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return file.getvalue()
+
+
+def read(file: bytes) -> Any:
+    """The state in a file, another object each time."""
+    with phase("reading the state that it saved"):
+        return torch.load(io.BytesIO(file), weights_only=False)
 
 
 def moved(before: Read, after: Read) -> list[str]:

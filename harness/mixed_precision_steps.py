@@ -58,12 +58,13 @@ def attempt(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -
     state = one.foreign_state()
     parameters = one.parameters(case)
     optimizer = one.built(case, parameters)
-    before = reading(case, parameters, optimizer)
+    before, decided = reading(case, parameters, optimizer), decisions(optimizer)
     try:
         with phase("load"):
             one.loader(optimizer)(state)
     except CandidateRaised as error:
         changed = moved(before, reading(case, parameters, optimizer))
+        changed += [name for name, value in decisions(optimizer).items() if value != decided[name]]
         return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: changed})
     return Observation(facts={REFUSED: None})
 

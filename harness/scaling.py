@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,11 @@ import torch
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, WrongResult
 from harness.loss_scale import LossScaler
+from harness.mixed_precision_reading import counted, number, read, written
 from harness.observation import REFUSED, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
+from reference.dtypes import format_of
 from reference.loss_scale import OF_STATE, Event, LossScaleCase
 
 #: The facts of an observation: after each event what was seen, by name; and whether a refused load changed something.
@@ -46,13 +47,14 @@ def attempt(case: LossScaleCase, rank: int, build: Build) -> Observation:
             return Observation(facts={REFUSED: str(error).partition("\n")[0]})
         return Observation(facts={REFUSED: None})
     one.all()
-    state, before = one.foreign_state(), one.reading()
+    state, before = one.foreign_state(), one.all_that_it_keeps()
     try:
         with phase("load"):
             one.loader()(state)
     except CandidateRaised as error:
-        now = one.reading()
-        return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: now if now != before else None})
+        now = one.all_that_it_keeps()
+        changed = None if _alike(now, before) else now
+        return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: changed})
     return Observation(facts={REFUSED: None})
 
 
@@ -64,17 +66,17 @@ class _Run:
     traffic: Recorder | None = None
     sent: list[Sent] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
-    saved: Any = None
+    saved: bytes = b""
 
     def all(self) -> None:
         self.scaler = self.built(self.case)
         if any(event.what in ("load", "fresh") for event in self.case.events):
             self.saved = self.state_of(self.scaler)  # what is loaded before anything is saved
-        for number, event in enumerate(self.case.events):
+        for at, event in enumerate(self.case.events):
             before = len(self.traffic.records()) if self.traffic is not None else 0
-            step = self.step(event, number) if event.is_step else self.change(event)
+            step = self.step(event, at) if event.is_step else self.change(event)
             if self.traffic is not None:
-                self.sent += [Sent("finish", number, one) for one in self.traffic.records()[before:]]
+                self.sent += [Sent("finish", at, one) for one in self.traffic.records()[before:]]
             self.seen.append({**step, **self.reading()})
 
     def built(self, case: LossScaleCase) -> LossScaler:
@@ -84,19 +86,28 @@ class _Run:
             raise WrongAdapter(f"loss_scaler returned {reprlib.repr(made)}; expected LossScaler(scale, update)")
         return made
 
-    def step(self, event: Event, number: int) -> Seen:
+    def step(self, event: Event, at: int) -> Seen:
         hit, seen = event.hits(self.case.mesh, self.rank), Seen()
-        gradients = [torch.ones(2), torch.ones(3)]
-        if hit:
-            gradients[number % 2][number % 2] = float(event.value)
         if self.scaler.check is not None:
-            with phase(f"check of event {number}"):
+            gradients = self.gradients(event, at)
+            copies = [gradient.clone() for gradient in gradients]
+            with phase(f"check of event {at}"):
                 seen["found"] = hit = bool(self.scaler.check(gradients))
-        with phase(f"update of event {number}"):
+            if not all(torch.equal(*pair) for pair in zip(map(_bits, gradients), map(_bits, copies), strict=True)):
+                raise WrongResult(f"check of event {at} changed the gradients; expected it to look at them alone")
+        with phase(f"update of event {at}"):
             skipped = self.scaler.update(hit)
         if not isinstance(skipped, bool):
             raise WrongResult(f"update returned {reprlib.repr(skipped)}; expected whether the step is skipped, a bool")
         return {**seen, "skipped": skipped}
+
+    def gradients(self, event: Event, at: int) -> list[torch.Tensor]:
+        """Sums and squares of their elements overflow, though no element does; and there is one without elements."""
+        dtype = format_of(self.case.gradients).torch_dtype
+        made = [torch.ones(2, dtype=dtype), torch.full((3,), torch.finfo(dtype).max, dtype=dtype)]
+        if event.hits(self.case.mesh, self.rank):
+            made[at % 2][at % 2] = float(event.value)
+        return [*made, torch.empty(0, dtype=dtype)]
 
     def change(self, event: Event) -> Seen:
         if event.what == "save":
@@ -109,34 +120,25 @@ class _Run:
         else:
             if event.what == "fresh":
                 self.scaler = self.built(self.case)
+            saved = read(self.saved)
             with phase("load"):
-                self.loader()(self.saved)
+                self.loader()(saved)
         return {}
 
     def reading(self) -> Seen:
         """The scale, and the counters that the candidate declares."""
-        with phase("scale"):
-            found: Any = self.scaler.scale()
-        if not isinstance(found, float | int) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-            raise WrongResult(f"scale returned {reprlib.repr(found)}; expected a number, or a tensor of one element")
-        read = {"scale": float(found)}
-        if self.scaler.counters is not None:
-            with phase("counters"):
-                counters: Any = self.scaler.counters()
-            if not isinstance(counters, Mapping) or set(counters) - {"good", "left"}:
-                raise WrongAdapter(f"counters returned {reprlib.repr(counters)}; expected 'good' and 'left', or one")
-            read |= {name: int(value) for name, value in counters.items()}
-        return read
+        found: Seen = {"scale": number("scale", self.scaler.scale)}
+        return found if self.scaler.counters is None else found | counted(self.scaler.counters)
 
-    def state_of(self, scaler: LossScaler) -> Any:
-        """The state, as it comes back from a file."""
+    def state_of(self, scaler: LossScaler) -> bytes:
+        """A file of the state."""
         if scaler.state is None:
             raise NotOffered("the loss scaler has no state")
-        file = io.BytesIO()
-        with phase("state"):
-            torch.save(scaler.state(), file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return written(scaler.state)
+
+    def all_that_it_keeps(self) -> Seen:
+        """What is read, and the state as it is saved, which has more."""
+        return {**self.reading(), "state": read(self.state_of(self.scaler))}
 
     def loader(self) -> Callable[[Any], object]:
         if self.scaler.load is None:
@@ -146,8 +148,25 @@ class _Run:
     def foreign_state(self) -> Any:
         """A state of another configuration, or one from which the last entry is missing."""
         if self.case.invalid == "state_truncated":
-            return cut_short(self.state_of(self.scaler))
-        return self.state_of(self.built(replace(self.case, scaling=self.case.other, invalid=None, events=())))
+            return cut_short(read(self.state_of(self.scaler)))
+        return read(self.state_of(self.built(replace(self.case, scaling=self.case.other, invalid=None, events=()))))
+
+
+def _bits(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.view(torch.int32 if gradient.element_size() == 4 else torch.int16)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two states have the same values."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return set(one) == set(other) and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float | int | str) and isinstance(other, float | int | str):
+        return one == other or (one != one and other != other)
+    return type(one) is type(other)  # objects come back from a file as others
 
 
 def cut_short(state: Any) -> Any:

@@ -31,7 +31,10 @@ Kind = Literal["trained", "frozen", "none", "some"]
 NormType = Literal["2", "1", "inf", "3", "1.5"]
 Policy = Literal["propagate", "skip", "raise"]
 Nonfinite = Literal["inf", "-inf", "nan"]
-Invalid = Literal["limit_negative", "limit_zero", "limit_nan", "norm_type_negative", "norm_type_zero", "policy_unknown"]
+Invalid = Literal[
+    "limit_negative", "limit_zero", "limit_nan", "norm_type_negative", "norm_type_zero", "norm_type_nan",
+    "policy_unknown",
+]  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 #: The axes over which parameters lie, and no others.
@@ -144,7 +147,7 @@ class ClipCase:
 
     @property
     def asked_norm_type(self) -> float:
-        wrong = {"norm_type_negative": -2.0, "norm_type_zero": 0.0}
+        wrong = {"norm_type_negative": -2.0, "norm_type_zero": 0.0, "norm_type_nan": math.nan}
         return wrong.get(self.invalid or "", self.p)
 
     @property

@@ -26,6 +26,9 @@ Value = Literal["inf", "-inf", "nan"]
 #: The largest scale: that of fp32, in which libraries keep it.
 LARGEST = float(np.finfo(np.float32).max)
 
+#: The formats of gradients.
+GRADIENTS = ("fp32", "bf16", "fp16")
+
 #: What a scaler must refuse, by the field and its value; a state is made from a scaler of another configuration, or is
 #: cut short.
 OF_CONFIGURATION: dict[str, tuple[str, float]] = {
@@ -44,12 +47,22 @@ OF_CONFIGURATION: dict[str, tuple[str, float]] = {
     "minimum_negative": ("minimum", -1.0),
     "minimum_above_initial": ("minimum", math.inf),
 }
-OF_STATE = ("state_other", "state_truncated")
+#: By the field in which the configuration is another.
+OF_STATE = {
+    "state_initial": "initial",
+    "state_growth_factor": "growth_factor",
+    "state_backoff_factor": "backoff_factor",
+    "state_hysteresis": "hysteresis",
+    "state_replenish": "replenish",
+    "state_minimum": "minimum",
+    "state_truncated": "",
+}
 Invalid = Literal[
     "initial_zero", "initial_negative", "initial_nan", "growth_factor_zero", "growth_factor_negative",
     "growth_factor_below_one", "growth_interval_zero", "growth_interval_negative", "backoff_factor_zero",
     "backoff_factor_negative", "backoff_factor_above_one", "hysteresis_zero", "minimum_negative",
-    "minimum_above_initial", "state_other", "state_truncated",
+    "minimum_above_initial", "state_initial", "state_growth_factor", "state_backoff_factor", "state_hysteresis",
+    "state_replenish", "state_minimum", "state_truncated",
 ]  # fmt: skip
 
 
@@ -165,31 +178,42 @@ class Event:
 @dataclass(frozen=True)
 class LossScaleCase:
     """Steps of a loss scaler. agree: the scaler makes the ranks agree, over all axes of the mesh, so that an overflow
-    may be on some of them only. invalid: what must be refused: a value, or a state, which is then loaded last."""
+    may be on some of them only. gradients: the format of those that it looks at. invalid: what must be refused: a
+    value, or a state, which is then loaded last."""
 
     mesh: Mesh
     events: tuple[Event, ...] = (Event(),)
     scaling: Scaling = Scaling()
     agree: bool = False
+    gradients: str = "fp32"
     invalid: Invalid | None = None
 
     def __post_init__(self) -> None:
         self.scaling.require_valid()
         if self.invalid not in (None, *get_args(Invalid)):
             raise ValueError(f"invalid is {self.invalid!r}: expected one of {', '.join(get_args(Invalid))}")
+        if self.gradients not in GRADIENTS:
+            raise ValueError(f"gradients is {self.gradients!r}: expected one of {', '.join(GRADIENTS)}")
+        if not self.has(self.invalid):
+            raise ValueError(f"invalid is {self.invalid!r}: a {self.scaling.kind} scale has no such thing")
         for event in self.events:
             if event.axes and not self.agree:
                 raise ValueError("an overflow on some ranks only: expected agree")
             if set(event.axes) - set(self.mesh.names):
                 raise ValueError(f"an overflow along {event.axes}: expected axes of the mesh {self.mesh}")
-        if self.scaling.kind == "constant":
-            if any(event.what == "interval" for event in self.events):
-                raise ValueError("a constant scale has no interval to change")
-            if self.invalid in OF_CONFIGURATION and not self.invalid.startswith("initial"):
-                raise ValueError(f"invalid {self.invalid!r}: expected a scale that is not constant")
+        if self.scaling.kind == "constant" and any(event.what == "interval" for event in self.events):
+            raise ValueError("a constant scale has no interval to change")
         for step in expected(self):
             if step.state.scale != float(np.float32(step.state.scale)):
                 raise ValueError(f"a scale of {step.state.scale!r} is not exact in fp32: expected simpler factors")
+
+    def has(self, invalid: str | None) -> bool:
+        """Whether there is such a thing to be wrong. A constant scale is its initial one; a dynamic one moves."""
+        if invalid is None or invalid == "state_truncated":
+            return True
+        if self.scaling.kind == "constant":
+            return invalid.startswith(("initial", "state_initial"))
+        return invalid != "state_initial"
 
     @property
     def asked(self) -> Scaling:
@@ -203,9 +227,16 @@ class LossScaleCase:
     @property
     def other(self) -> Scaling:
         """Another configuration, whose state must be refused."""
-        if self.scaling.kind == "constant":
-            return replace(self.scaling, initial=self.scaling.initial / 2)
-        return replace(self.scaling, hysteresis=self.scaling.hysteresis + 1)
+        now, field = self.scaling, OF_STATE[str(self.invalid)]
+        change: dict[str, Any] = {
+            "initial": now.initial / 2,
+            "growth_factor": 2 * now.growth_factor,
+            "backoff_factor": now.backoff_factor / 2,
+            "hysteresis": now.hysteresis + 1,
+            "replenish": "good" if now.replenish == "growth" else "growth",
+            "minimum": 0.0 if now.minimum else now.initial / 2,
+        }
+        return replace(now, **{field: change[field]})
 
 
 @dataclass(frozen=True)

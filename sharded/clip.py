@@ -2,7 +2,8 @@
 
 Every element is counted once: a parameter that the ranks of a group hold alike counts on the first of them, and of
 tied copies one counts. What the ranks found is summed, or its maximum taken, over one group after the other, so that
-all have the same bits. Sums are kept in fp64, where no power of a gradient in fp32 overflows.
+all have the same bits. Sums are kept in fp64, where the powers of a gradient in fp32 have room up to the sixth; for
+higher ones gradients are divided by the largest of them, about which the ranks agree before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+_LARGEST = float(torch.finfo(torch.float32).max)
+#: fp32 has numbers from 2^-149 to 2^128, fp64 from 2^-1022 to 2^1024.
+_MOST_POWER = 6.0
 POLICIES = ("propagate", "skip", "raise")
 
 
@@ -64,12 +68,12 @@ def clip_gradients(
     which parts and stages lie; together they must reach every rank. policy: where the norm is not finite, multiply all
     the same (``propagate``), leave gradients as they are and say so (``skip``), or ``raise``. device: of what is sent.
 
-    Raises ValueError for a limit, a norm type or a loss scale that is not above 0, and for an unknown policy; and
-    NonFiniteNorm on every rank.
+    Raises ValueError for a limit, a norm type or a loss scale that is not above 0, an infinite loss scale, an eps that
+    is not from 0, and for an unknown policy; and NonFiniteNorm on every rank.
     """
-    for name, value in (("limit", limit), ("norm_type", norm_type), ("loss_scale", loss_scale)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value!r}: expected a number above 0")
+    require_clipping(limit, eps)
+    _require_above_zero("norm_type", norm_type, math.inf)
+    _require_above_zero("loss_scale", loss_scale, _LARGEST)
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}: expected one of {', '.join(POLICIES)}")
     norm = unscaled(gradient_norm(held, norm_type, groups or {}, device), loss_scale)
@@ -83,6 +87,18 @@ def clip_gradients(
     return Clipped(norm, coefficient)
 
 
+def require_clipping(limit: float, eps: float) -> None:
+    """Raises ValueError for a limit or an eps by which nothing can be clipped."""
+    _require_above_zero("limit", limit, math.inf)
+    if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps!r}: expected a finite number from 0")
+
+
+def _require_above_zero(name: str, value: object, most: float) -> None:
+    if not isinstance(value, float | int) or not 0 < value <= most:
+        raise ValueError(f"{name} is {value!r}: expected a {'' if most == math.inf else 'finite '}number above 0")
+
+
 def gradient_norm(
     held: Sequence[Held], norm_type: float, groups: Mapping[str, ProcessGroup], device: torch.device | str = "cpu"
 ) -> float:
@@ -92,10 +108,15 @@ def gradient_norm(
     if norm_type == math.inf:
         found = [wide(gradient).abs().max() for gradient in own]
         return largest(torch.stack(found).max().to(device) if found else _zero(device), groups)
+    unit = 1.0
+    if norm_type > _MOST_POWER:
+        found = [wide(gradient).abs().max() for gradient in own]
+        top = largest(torch.stack(found).max().to(device) if found else _zero(device), groups)
+        unit = top if 0 < top < math.inf else 1.0
     total = _zero(device)
     for gradient in own:
-        total += power_sum(gradient, norm_type).to(device)
-    return root(summed(total, groups), norm_type)
+        total += power_sum(gradient if unit == 1 else wide(gradient) / unit, norm_type).to(device)
+    return unit * root(summed(total, groups), norm_type)
 
 
 def counts(one: Held) -> bool:
@@ -125,7 +146,10 @@ def root(total: float, norm_type: float) -> float:
     # 1/p is rounded, and what that does grows with the logarithm: so the power of two is taken out first.
     mantissa, exponent = math.frexp(total)
     whole = math.floor(exponent / norm_type)
-    return float((mantissa * 2.0 ** (exponent - norm_type * whole)) ** (1 / norm_type) * 2.0**whole)
+    try:
+        return math.ldexp((mantissa * 2.0 ** (exponent - norm_type * whole)) ** (1 / norm_type), whole)
+    except OverflowError:  # of many elements, with a small p
+        return math.inf
 
 
 def summed(total: torch.Tensor, groups: Mapping[str, ProcessGroup]) -> float:

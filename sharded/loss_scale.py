@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 REPLENISH = ("growth", "good")
 _LARGEST = float(torch.finfo(torch.float32).max)
+_IN_RANGE = f"above 0 and at most {_LARGEST:g}, the largest of fp32"
 
 
 def has_overflow(gradients: Iterable[torch.Tensor | None]) -> bool:
@@ -45,7 +46,7 @@ class ConstantLossScaler:
     def __init__(
         self, scale: float, *, groups: Sequence[ProcessGroup] = (), device: torch.device | str = "cpu"
     ) -> None:
-        _require(0 < scale <= _LARGEST, "scale", scale, f"above 0 and at most {_LARGEST:g}, the largest of fp32")
+        _require(0 < as_float(scale) <= _LARGEST, "scale", scale, _IN_RANGE)
         self.scale = float(scale)
         self._groups, self._device = tuple(groups), device
 
@@ -104,15 +105,17 @@ class DynamicLossScaler(ConstantLossScaler):
         groups: Sequence[ProcessGroup] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        _require(0 < initial <= _LARGEST, "initial", initial, f"above 0 and at most {_LARGEST:g}, the largest of fp32")
-        _require(1 < growth_factor < math.inf, "growth_factor", growth_factor, "a number above 1")
-        _require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "a number between 0 and 1")
-        _require(hysteresis >= 1, "hysteresis", hysteresis, "at least 1, which bears no overflow")
+        _require(0 < as_float(initial) <= _LARGEST, "initial", initial, _IN_RANGE)
+        _require(1 < as_float(growth_factor) < math.inf, "growth_factor", growth_factor, "a number above 1")
+        _require(0 < as_float(backoff_factor) < 1, "backoff_factor", backoff_factor, "a number between 0 and 1")
+        _require_whole("hysteresis", hysteresis, 1, ", which bears no overflow")
         _require(replenish in REPLENISH, "replenish", replenish, f"one of {', '.join(REPLENISH)}")
-        _require(0 <= minimum <= initial, "minimum", minimum, f"from 0, for none, to the initial scale, {initial}")
+        _require(
+            0 <= as_float(minimum) <= initial, "minimum", minimum, f"from 0, for none, to the initial scale, {initial}"
+        )
         super().__init__(initial, groups=groups, device=device)
         self._growth_factor, self._backoff_factor = float(growth_factor), float(backoff_factor)
-        self._hysteresis, self._replenish, self._minimum = int(hysteresis), replenish, float(minimum)
+        self._hysteresis, self._replenish, self._minimum = hysteresis, replenish, float(minimum)
         self.set_growth_interval(growth_interval)
         self._good, self._left = 0, self._hysteresis
 
@@ -121,8 +124,8 @@ class DynamicLossScaler(ConstantLossScaler):
 
         Raises ValueError where it is below 1.
         """
-        _require(interval >= 1, "growth_interval", interval, "at least 1")
-        self._interval = int(interval)
+        _require_whole("growth_interval", interval, 1)
+        self._interval = interval
 
     def update(self, found_inf: bool) -> bool:
         skipped = super().update(found_inf)
@@ -178,19 +181,37 @@ class DynamicLossScaler(ConstantLossScaler):
 
 def _checked(saved: Mapping[str, Any], due: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state that was saved. due: the configuration expected; state: what a state has."""
-    if not isinstance(saved, Mapping) or "configuration" not in saved or "state" not in saved:
+    parts: list[Any] = [saved.get(key) for key in ("configuration", "state")] if isinstance(saved, Mapping) else []
+    if not parts or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError("this is no saved state of a loss scaler: pass what save() returned")
+    configuration: Mapping[str, Any] = parts[0]
+    found: Mapping[str, Any] = parts[1]
     for name, value in due.items():
-        found = saved["configuration"].get(name, "missing")
-        if found != value:
+        other = configuration.get(name, "missing")
+        if other != value:
             raise ValueError(
-                f"the state was saved with {name} {found}, and here it is {value}: build the scaler that was saved"
+                f"the state was saved with {name} {other}, and here it is {value}: build the scaler that was saved"
             )
-    missing = [name for name in state if name not in saved["state"]]
+    missing = [name for name in state if name not in found]
     if missing:
         raise ValueError(f"the state has no {', '.join(missing)}: it is cut short; pass what save() returned")
-    checked: Mapping[str, Any] = saved["state"]
-    return checked
+    for name in state:
+        if name == "scale":
+            _require(0 < as_float(found[name]) <= _LARGEST, f"the state's {name}", found[name], _IN_RANGE)
+        else:
+            least = int(name == "interval")
+            _require_whole(f"the state's {name}", found[name], least)
+    return found
+
+
+def as_float(value: object) -> float:
+    """NaN for what is no number, for which no comparison holds."""
+    return float(value) if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
+
+
+def _require_whole(name: str, value: object, least: int, why: str = "") -> None:
+    right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _require(right, name, value, f"a whole number, at least {least}{why}")
 
 
 def _require(right: bool, name: str, value: object, expected: str) -> None:

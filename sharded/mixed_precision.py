@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from sharded.clip import Held, clip_gradients, multiply
+from sharded.clip import Held, clip_gradients, multiply, require_clipping
 from sharded.loss_scale import ConstantLossScaler, agreed, has_overflow
 from sharded.main_parameters import DTYPES, ParameterGroup, main_parameters
 
@@ -44,7 +44,8 @@ class MixedPrecisionOptimizer:
     rates are multiplied in the t-th step, from 0, that is not skipped. sharded: masters and state are cut over
     ``data``.
 
-    Raises ValueError for parameters in another dtype than fp32, bf16 and fp16, and for a negative learning rate.
+    Raises ValueError for parameters in another dtype than fp32, bf16 and fp16, for one that is there twice, for options
+    of a rule without sense, such as a negative learning rate, and for a limit that is not above 0.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class MixedPrecisionOptimizer:
         device: torch.device | str = "cpu",
     ) -> None:
         _require_valid(groups)
+        require_clipping(1.0 if limit is None else limit, eps)
         self.scaler, self._axes, self._device = scaler, dict(axes), device
         self._limit, self._eps, self._schedule = limit, eps, schedule
         self._rules = [group.rule for group in groups if group.parameters]
@@ -133,27 +135,41 @@ class MixedPrecisionOptimizer:
         Raises ValueError, and changes nothing, where it was saved by another configuration, or something of it is
         missing. Which, the message says.
         """
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"this is no saved state, but {type(saved).__name__}: pass what save() returned")
         missing = [key for key in ("scaler", "groups", "steps") if key not in saved]
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}: it is cut short; pass what save() returned")
-        if len(saved["groups"]) != len(self._main):
+        groups, steps = saved["groups"], saved["steps"]
+        if not isinstance(groups, Sequence) or not isinstance(steps, int) or steps < 0:
             raise ValueError(
-                f"the state is of {len(saved['groups'])} groups of parameters, and here are {len(self._main)}: build "
+                f"the state has groups {type(groups).__name__} and has made {steps!r} steps: expected a list, and a "
+                "whole number from 0; pass what save() returned"
+            )
+        if len(groups) != len(self._main):
+            raise ValueError(
+                f"the state is of {len(groups)} groups of parameters, and here are {len(self._main)}: build "
                 "the optimizer that was saved"
             )
-        for main, one in zip(self._main, saved["groups"], strict=True):
+        for main, one in zip(self._main, groups, strict=True):
             main.require_own(one)
-        self.scaler.load(saved["scaler"])
-        for main, one in zip(self._main, saved["groups"], strict=True):
+        self.scaler.load(saved["scaler"])  # which takes all or nothing
+        for main, one in zip(self._main, groups, strict=True):
             main.load(one)
-        self.steps = saved["steps"]
+        self.steps = steps
 
 
 def _require_valid(groups: Sequence[ParameterGroup]) -> None:
-    for group in groups:
-        if not group.rule.lr >= 0:
-            raise ValueError(f"the learning rate is {group.rule.lr!r}: expected a number from 0")
+    names: dict[str, int] = {}
+    numbers: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        group.rule.require_valid()
         for name, one in group.parameters.items():
+            if names.setdefault(name, number) != number:
+                raise ValueError(f"parameter {name!r} is in two groups: expected each name once")
+            other = numbers.setdefault(id(one.parameter), name)
+            if other != name:
+                raise ValueError(f"{other!r} and {name!r} are one parameter, which would step twice: name it once")
             if one.parameter.dtype not in DTYPES:
                 known = ", ".join(map(str, DTYPES))
                 raise ValueError(f"parameter {name!r} is in {one.parameter.dtype}: expected one of {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ class SGD:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def require_valid(self) -> None:
+        """Raises ValueError for options without sense."""
+        _require_from_zero(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -42,6 +47,12 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def require_valid(self) -> None:
+        """Raises ValueError for options without sense."""
+        _require_from_zero(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas!r}: expected numbers from 0 to below 1")
+
     @property
     def states(self) -> tuple[str, ...]:
         """As of `SGD.states`."""
@@ -60,3 +71,9 @@ class AdamW:
 
 
 Rule = SGD | AdamW
+
+
+def _require_from_zero(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, float | int) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}: expected a finite number from 0")

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from reference.loss_scale import OF_CONFIGURATION, OF_STATE, Event, LossScaleCase, Scaling, Value, What
+from reference.loss_scale import GRADIENTS, OF_CONFIGURATION, OF_STATE, Event, LossScaleCase, Scaling, Value, What
 from reference.mesh import Mesh
 from strategies.layers import one_in
 from strategies.mesh import meshes, smaller_meshes
@@ -23,6 +23,7 @@ FEATURES = {
     "loss_scale_minimum": "a scale below which it does not back off",
     "loss_scale_ceiling": "stays at the largest scale that fp32 holds, instead of growing to infinity",
     "loss_scale_agrees": "makes all ranks agree about an overflow on some of them",
+    "loss_scale_low_precision": "looks at gradients in bf16 and fp16 too",
     "loss_scale_load": "a state that is saved and loaded, in the same scaler or in a new one",
     "loss_scale_interval": "a growth interval that can be changed",
     "loss_scale_refuses": "refuses an initial scale, factors, an interval, a hysteresis and a minimum without sense",
@@ -43,7 +44,11 @@ def cases(draw: st.DrawFn, scope: Scope) -> LossScaleCase:
     agree = agrees and mesh.size > 1 and not one_in(draw, 8)
     scaling = draw(_scalings(scope))
     events = tuple(draw(st.lists(_events(scope, mesh if agree else None, scaling), min_size=1, max_size=MOST_EVENTS)))
-    case = LossScaleCase(mesh, (), scaling, agree)
+    if scope.has("loss_scale_interval") and scaling.kind == "dynamic" and one_in(draw, 4):
+        scaling, first = draw(_interval_passed(scaling))
+        events = (*first, *events[: MOST_EVENTS - len(first)])
+    low = scope.has("loss_scale_low_precision") and one_in(draw, 3)
+    case = LossScaleCase(mesh, (), scaling, agree, gradients=draw(st.sampled_from(GRADIENTS[1:])) if low else "fp32")
     # What would round is not drawn: steps that are all good, or none, are left of it then.
     for chosen in (events, events[:6], events[:3]):
         try:
@@ -53,22 +58,33 @@ def cases(draw: st.DrawFn, scope: Scope) -> LossScaleCase:
             continue
     invalid: list[str] = []
     if scope.has("loss_scale_refuses"):
-        invalid += [name for name in OF_CONFIGURATION if _may_be(name, scaling, scope)]
+        invalid += [name for name in OF_CONFIGURATION if _may_be(name, case, scope)]
     if scope.has("loss_scale_refuses_state"):
-        invalid += OF_STATE
-    if invalid and one_in(draw, 10):
+        invalid += [name for name in OF_STATE if _may_be(name, case, scope)]
+    # There are many, and each is another fault.
+    if invalid and one_in(draw, 3):
         wrong: Any = draw(st.sampled_from(invalid))
         return replace(case, invalid=wrong)
     return case
 
 
-def _may_be(invalid: str, scaling: Scaling, scope: Scope) -> bool:
+def _may_be(invalid: str, case: LossScaleCase, scope: Scope) -> bool:
     """Whether such a value can be handed over at all."""
-    if scaling.kind == "constant":
-        return invalid.startswith("initial")
-    needs = {"minimum": "loss_scale_minimum", "hysteresis": "loss_scale_hysteresis"}
-    feature = needs.get(invalid.partition("_")[0])
-    return feature is None or scope.has(feature)
+    needs = {
+        "minimum": "loss_scale_minimum",
+        "hysteresis": "loss_scale_hysteresis",
+        "replenish": "loss_scale_replenished_by_good",
+    }
+    feature = needs.get(invalid.removeprefix("state_").partition("_")[0])
+    return case.has(invalid) and (feature is None or scope.has(feature))
+
+
+@st.composite
+def _interval_passed(draw: st.DrawFn, scaling: Scaling) -> tuple[Scaling, tuple[Event, ...]]:
+    """A growth interval that is set to no more than the good steps that were made already, and a good step."""
+    good = draw(st.integers(1, 3))
+    first = (*(Event(),) * good, Event("interval", interval=draw(st.integers(1, good))), Event())
+    return replace(scaling, growth_interval=4), first
 
 
 @st.composite
@@ -127,6 +143,7 @@ def simpler(case: LossScaleCase, scope: Scope) -> Iterator[LossScaleCase]:
         for plainer in _plainer(many[i]):
             yield from _changed(case, scope, events=(*many[:i], plainer, *many[i + 1 :]))
     yield from _changed(case, scope, agree=False)
+    yield from _changed(case, scope, gradients="fp32")
     yield from _changed(case, scope, agree=False, events=tuple(replace(e, axes=(), at=0) for e in many))
     for f in fields(Scaling):
         yield from _changed(case, scope, scaling=_with(case.scaling, **{f.name: f.default}))
@@ -171,7 +188,16 @@ def _measure(case: LossScaleCase) -> tuple[Any, ...]:
     order = get_args(What)
     kinds = sum(order.index(e.what) + (e.value != "inf") + 2 * len(e.axes) + e.at for e in case.events)
     numbers = case.scaling.growth_interval, case.scaling.hysteresis, case.scaling.minimum
-    return case.mesh.size, len(case.mesh.axes), len(case.events), options, kinds, case.agree, numbers
+    return (
+        case.mesh.size,
+        len(case.mesh.axes),
+        len(case.events),
+        options,
+        kinds,
+        case.agree,
+        case.gradients != "fp32",
+        numbers,
+    )
 
 
 def within(case: LossScaleCase, scope: Scope) -> bool:
@@ -186,6 +212,7 @@ def within(case: LossScaleCase, scope: Scope) -> bool:
         "loss_scale_agrees": case.agree,
         "loss_scale_load": bool(kinds & {"save", "load", "fresh"}),
         "loss_scale_interval": "interval" in kinds,
+        "loss_scale_low_precision": case.gradients != "fp32",
         "loss_scale_refuses": case.invalid in OF_CONFIGURATION,
         "loss_scale_refuses_state": case.invalid in OF_STATE,
     }

@@ -133,6 +133,22 @@ def test_one_process_without_groups_or_gradients() -> None:
     assert weight.grad.tolist() == [1.5, 2.0]
 
 
+@pytest.mark.parametrize("p", [7.0, 100.0, 2000.0])
+@pytest.mark.parametrize("size", [2.0**-140, 1.0, 2.0**120])
+def test_high_powers_neither_overflow_nor_vanish(p: float, size: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([3.0, -4.0, 0.0]) * size
+    expected = 4 * size * (1 + 0.75**p) ** (1 / p)
+    assert math.isclose(clip_gradients([Held(weight)], math.inf, norm_type=p).norm, expected, rel_tol=1e-12)
+
+
+def test_a_norm_beyond_all_numbers_is_infinite() -> None:
+    """1000 elements of size 1, to the power 1000."""
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    weight.grad = torch.ones(1000)
+    assert clip_gradients([Held(weight)], 1.0, norm_type=1e-3, policy="skip").norm == math.inf
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,7 +157,12 @@ def test_one_process_without_groups_or_gradients() -> None:
         ({"limit": math.nan}, "limit is nan"),
         ({"norm_type": -2.0}, r"norm_type is -2\.0"),
         ({"norm_type": 0.0}, r"norm_type is 0\.0"),
+        ({"norm_type": math.nan}, "norm_type is nan"),
         ({"loss_scale": 0.0}, r"loss_scale is 0\.0"),
+        ({"loss_scale": math.inf}, "loss_scale is inf: expected a finite number above 0"),
+        ({"eps": math.nan}, "eps is nan: expected a finite number from 0"),
+        ({"eps": -1.0}, r"eps is -1\.0"),
+        ({"limit": "1"}, "limit is '1'"),
         ({"policy": "ignore"}, "policy is 'ignore': expected one of propagate, skip, raise"),
     ],
 )

@@ -189,12 +189,28 @@ def alone() -> Mapping[str, Check]:
     group = dist.group.WORLD
     assert group is not None
 
-    def make(dtype: torch.dtype = torch.bfloat16, rule: Rule = MOMENTUM, scale: float = 8.0, size: int = 2) -> Any:
+    def make(
+        dtype: torch.dtype = torch.bfloat16,
+        rule: Rule = MOMENTUM,
+        scale: float = 8.0,
+        size: int = 2,
+        again: str = "",
+        **options: Any,
+    ) -> Any:
         p = torch.nn.Parameter(torch.ones(size, dtype=dtype))
         p.grad = torch.ones(size, dtype=dtype)
+        more = [ParameterGroup(rule, {again: Held(p)})] if again else []
         return MixedPrecisionOptimizer(
-            [ParameterGroup(rule, {"p": Held(p)})], ConstantLossScaler(scale), group, axes={"dp": group}
+            [ParameterGroup(rule, {"p": Held(p)}), *more],
+            ConstantLossScaler(scale),
+            group,
+            axes={"dp": group},
+            **options,
         )
+
+    def of_p(kind: str, value: object, **options: Any) -> list[str]:
+        words = f"{kind} of parameter 'p' is"
+        return state(words, lambda saved: saved["groups"][0]["parameters"]["p"].update({kind: value}), **options)
 
     def refused(what: Callable[[], object], words: str) -> list[str]:
         try:
@@ -205,18 +221,36 @@ def alone() -> Mapping[str, Check]:
 
     def state(words: str, change: Callable[[dict[str, Any]], object] = lambda saved: None, **other: Any) -> list[str]:
         """A state that does not fit is refused, and nothing of it is taken."""
-        source, own = make(**other), make()
+        source, own = make(**other), make(sharded=other.get("sharded", False))
         source.step()
         saved = copy.deepcopy(source.save())
         change(saved)
         before = copy.deepcopy(own.state("p"))
         problems = refused(lambda: own.load(saved), words)
+        problems += [f"steps are {own.steps}"] if own.steps else []
         return problems + [p for kind, x in own.state("p").items() for p in same(kind, x, before[kind])]
 
     return {
         "fp64": lambda: refused(lambda: make(torch.float64), "parameter 'p' is in torch.float64: expected one of"),
-        "int": lambda: refused(lambda: make(rule=SGD(math.nan)), "the learning rate is nan: expected a number from 0"),
-        "negative": lambda: refused(lambda: make(rule=AdamW(-0.1)), "the learning rate is -0.1"),
+        "NaN": lambda: refused(lambda: make(rule=SGD(math.nan)), "lr is nan: expected a finite number from 0"),
+        "negative": lambda: refused(lambda: make(rule=AdamW(-0.1)), "lr is -0.1"),
+        "betas": lambda: refused(lambda: make(rule=AdamW(0.1, (2.0, 0.9))), "betas are (2.0, 0.9)"),
+        "momentum negative": lambda: refused(lambda: make(rule=SGD(0.1, -1.0)), "momentum is -1.0"),
+        "limit": lambda: refused(lambda: make(limit=0.0), "limit is 0.0: expected a number above 0"),
+        "eps": lambda: refused(lambda: make(limit=1.0, eps=math.nan), "eps is nan: expected a finite number from 0"),
+        "twice": lambda: refused(lambda: make(again="q"), "'p' and 'q' are one parameter, which would step twice"),
+        "two groups": lambda: refused(lambda: make(again="p"), "parameter 'p' is in two groups"),
+        "one element": lambda: of_p("momentum", torch.ones(1)),
+        "no tensor": lambda: of_p("master", [1.0, 2.0]),
+        "whole numbers": lambda: of_p("momentum", torch.ones(2, dtype=torch.int64)),
+        "larger, sharded": lambda: of_p("momentum", torch.ones(7), sharded=True),
+        "steps": lambda: state("has made -1 steps", lambda saved: saved.update(steps=-1)),
+        "steps of a group": lambda: state("has made None steps", lambda saved: saved["groups"][0].update(steps=None)),
+        "no groups": lambda: state("the state has groups NoneType", lambda saved: saved.update(groups=None)),
+        "no group": lambda: state("no saved state, but NoneType", lambda saved: saved.update(groups=[None])),
+        "nothing of p": lambda: state(
+            "keeps nothing for parameter 'p'", lambda saved: saved["groups"][0]["parameters"].clear()
+        ),
         "optimizer": lambda: state("the state is of AdamW, and the optimizer is SGD", rule=AdamW(0.1)),
         "momentum": lambda: state("keeps master for parameter 'p': expected master, momentum", rule=SGD(1.0)),
         "shape": lambda: state("parameter 'p' has shape (3,) in the state: expected (2,)", size=3),

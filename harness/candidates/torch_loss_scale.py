@@ -46,7 +46,7 @@ def grad_scaler(case: LossScaleCase, known_fault: Callable[[str], None]) -> Loss
         nonlocal skipped
         parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient * scaler.get_scale()
+            parameter.grad = gradient.clone()  # as it comes of the scaled loss
         optimizer = _Steps(parameters, lr=1.0)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)

@@ -17,7 +17,7 @@ from harness.scaling import CHANGED, SEEN, attempt, run
 from harness.session import Session, phase
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.loss_scale import OF_CONFIGURATION, Event, LossScaleCase, Step, expected, needed
+from reference.loss_scale import OF_CONFIGURATION, OF_STATE, Event, LossScaleCase, Step, expected, needed
 
 
 def on_rank(context: RankContext, spec: Spec, case: LossScaleCase) -> Observation:
@@ -42,10 +42,10 @@ def judge(case: LossScaleCase, description: Description, want: tuple[Step, ...],
 
 
 def _wrong(case: LossScaleCase) -> str:
-    if case.invalid == "state_other":
-        return "states of another configuration"
     if case.invalid == "state_truncated":
         return "states that are cut short"
+    if case.invalid in OF_STATE:
+        return f"states of a scaler with another {OF_STATE[case.invalid]}"
     name, _ = OF_CONFIGURATION[str(case.invalid)]
     return f"scalers with {name}={getattr(case.asked, name)!r}"
 

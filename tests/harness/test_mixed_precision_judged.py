@@ -254,6 +254,8 @@ class Simple:
     def load(self, saved: dict[str, Any]) -> None:
         if set(saved) != {"masters", "made"}:
             raise ValueError("cut short")
+        if any(x.shape != self.masters[name].shape for name, x in saved["masters"].items()):
+            raise ValueError("of other parameters")
         self.made = saved["made"]
         for name, x in saved["masters"].items():
             self.masters[name].copy_(x)
@@ -359,3 +361,14 @@ def test_a_half_loaded_state_is_told() -> None:
         return made.presented(load=load)
 
     assert "a load that was refused changed master0" in said(verdict(case, [attempt(case, tensors(case), 0, build)]))
+
+    def counting(c: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
+        made = Simple(c, parameters)
+
+        def load(saved: Any) -> None:
+            made.made += 100
+            raise ValueError("no")
+
+        return made.presented(load=load)
+
+    assert "a load that was refused changed steps" in said(verdict(case, [attempt(case, tensors(case), 0, counting)]))

@@ -83,7 +83,14 @@ def test_every_field_has_values_that_are_refused() -> None:
     for invalid in OF_CONFIGURATION:
         with pytest.raises(ValueError, match="expected"):
             LossScaleCase(Mesh(()), invalid=invalid).asked.require_valid()  # type: ignore[arg-type]
-    assert LossScaleCase(Mesh(())).other != Scaling()
+    for invalid, field in OF_STATE.items():
+        scaling = Scaling("constant") if invalid == "state_initial" else Scaling()
+        if field:
+            case = LossScaleCase(Mesh(()), scaling=scaling, invalid=invalid)  # type: ignore[arg-type]
+            assert [
+                f.name for f in dataclasses.fields(Scaling) if getattr(case.other, f.name) != getattr(scaling, f.name)
+            ] == [field]
+            case.other.require_valid()
 
 
 @pytest.mark.parametrize(
@@ -92,12 +99,14 @@ def test_every_field_has_values_that_are_refused() -> None:
         ({"events": (Event("overflow", axes=("tp",)),)}, "expected agree"),
         ({"events": (Event("overflow", axes=("dp",)),), "agree": True}, "expected axes of the mesh"),
         ({"scaling": Scaling("constant"), "events": (Event("interval"),)}, "no interval to change"),
-        ({"scaling": Scaling("constant"), "invalid": "hysteresis_zero"}, "a scale that is not constant"),
+        ({"scaling": Scaling("constant"), "invalid": "hysteresis_zero"}, "a constant scale has no such thing"),
         ({"scaling": Scaling("other")}, "kind is 'other'"),  # type: ignore[arg-type]
         ({"scaling": Scaling(growth_factor=1.1, growth_interval=1)}, "is not exact in fp32"),
         ({"scaling": Scaling(initial=2 * LARGEST)}, "initial is"),
         ({"scaling": Scaling(minimum=9.0)}, "minimum is 9.0: expected from 0 to the initial scale, 8.0"),
         ({"invalid": "what"}, "invalid is 'what'"),
+        ({"invalid": "state_initial"}, "a dynamic scale has no such thing"),
+        ({"gradients": "fp64"}, "gradients is 'fp64'"),
     ],
 )
 def test_what_is_no_case_is_refused(changes: dict[str, Any], message: str) -> None:

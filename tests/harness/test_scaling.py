@@ -59,9 +59,13 @@ def said(bench: Any, candidate: str, case: LossScaleCase | ClipCase) -> str:
     [
         ("Simple", STEPS),
         ("Simple", SHARDED),
+        ("Aliasing", replace(STEPS, events=(Event(), *(Event("fresh"),) * 2, Event(), Event("fresh")))),
         ("builtin", STEPS),
         ("builtin", ALONE),
-        *(("builtin", replace(ALONE, invalid=what)) for what in ("state_other", "state_truncated", "minimum_negative")),
+        *(
+            ("builtin", replace(ALONE, invalid=what))
+            for what in ("state_hysteresis", "state_minimum", "state_replenish", "state_truncated", "minimum_negative")
+        ),
         ("builtin", SHARDED),
         ("builtin", THREE),
         *(("builtin", replace(BAD, policy=policy)) for policy in ("propagate", "skip", "raise")),
@@ -75,7 +79,24 @@ def test_what_is_right_holds(bench: Any, candidate: str, case: Any) -> None:
 @pytest.mark.parametrize(
     ("candidate", "case", "words"),
     [
-        ("HalfLoaded", replace(STEPS, events=(), invalid="state_other"), "mismatch: a load that was refused changed"),
+        (
+            "HalfLoaded",
+            replace(STEPS, events=(), invalid="state_hysteresis"),
+            "mismatch: a load that was refused changed",
+        ),
+        (
+            "HalfConfigured",
+            replace(STEPS, events=(), invalid="state_minimum"),
+            "mismatch: a load that was refused changed",
+        ),
+        ("HysteresisAlone", replace(STEPS, invalid="state_growth_factor"), "with another growth_factor were accepted"),
+        ("Zeroing", STEPS, "check of event 0 changed the gradients; expected it to look at them alone"),
+        ("Summing", STEPS, "the check of the rank's own gradients is True on every rank after event 0"),
+        ("Fp32Alone", replace(STEPS, gradients="bf16"), "the check of the rank's own gradients is False"),
+        ("CountsText", STEPS, "counters()['good'] returned 'one'; expected a number"),
+        ("CountsHalves", STEPS, "counters()['good'] returned 0.5; expected a whole number"),
+        ("ScaleTooLarge", STEPS, "expected a number, or a tensor of one element"),
+        ("EvilState", STEPS, "in reading the state that it saved on every rank: RuntimeError: no"),
         (
             "OneRankSkips",
             ALONE,

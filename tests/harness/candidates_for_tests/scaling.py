@@ -80,6 +80,117 @@ class HalfLoaded(Builtin):
         return made
 
 
+class HalfConfigured(Builtin):
+    """A load that is refused has taken over something that is only seen when the state is saved."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = super().loss_scaler(case)
+        right, interval = made.load, made.set_interval
+        assert right is not None
+        assert interval is not None
+
+        def load(state: Any) -> None:
+            interval(77)
+            right(state)
+
+        made.load = load
+        return made
+
+
+class HysteresisAlone(Builtin):
+    """Of the configuration of a state it looks at the hysteresis."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = super().loss_scaler(case)
+        right, own = made.load, made.state
+        assert right is not None
+        assert own is not None
+
+        def load(state: Any) -> None:
+            if "left" not in state["state"]:
+                raise ValueError("cut short")
+            ours = own()["configuration"]
+            right({**state, "configuration": {**ours, "hysteresis": state["configuration"]["hysteresis"]}})
+
+        made.load = load
+        return made
+
+
+class Aliasing(Candidate):
+    """Keeps the very state that it was given, and moves it."""
+
+    def open(self, mesh: Any) -> None:
+        """Nothing is needed."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        kept: list[dict[str, float]] = [{"scale": 8.0, "good": 0}]
+
+        def update(found: bool) -> bool:
+            state = kept[0]
+            state["good"] = 0 if found else state["good"] + 1
+            if found:
+                state["scale"] /= 2
+            elif state["good"] == 2:
+                state["scale"], state["good"] = state["scale"] * 2, 0
+            return found
+
+        def load(state: Any) -> None:
+            kept[0] = state
+
+        return LossScaler(lambda: kept[0]["scale"], update, state=lambda: kept[0], load=load)
+
+
+def _checking(check: Any) -> Any:
+    class Checks(Builtin):
+        def loss_scaler(self, case: Any) -> LossScaler:
+            made = super().loss_scaler(case)
+            right = made.check
+            made.check = lambda gradients: check(right, gradients)
+            return made
+
+    return Checks
+
+
+def _zeroing(right: Any, gradients: Any) -> bool:
+    found = right(gradients)
+    for gradient in gradients:
+        gradient.zero_()
+    return bool(found)
+
+
+Zeroing = _checking(_zeroing)
+Summing = _checking(lambda right, gradients: not all(bool(g.sum().isfinite()) for g in gradients))
+Fp32Alone = _checking(lambda right, gradients: right([g for g in gradients if g.dtype == torch.float32]))
+
+
+def _reading(**functions: Any) -> Any:
+    class Reads(Builtin):
+        def loss_scaler(self, case: Any) -> LossScaler:
+            made = super().loss_scaler(case)
+            for name, function in functions.items():
+                setattr(made, name, function)
+            return made
+
+    return Reads
+
+
+class Evil:
+    """Can be saved, and not read."""
+
+    def __reduce__(self) -> Any:
+        return _no, ()
+
+
+def _no() -> None:
+    raise RuntimeError("no")
+
+
+CountsText = _reading(counters=lambda: {"good": "one"})
+CountsHalves = _reading(counters=lambda: {"good": 0.5})
+ScaleTooLarge = _reading(scale=lambda: 10**400)
+EvilState = _reading(state=Evil)
+
+
 class OneRankSkips(Builtin):
     """The first rank alone hears of nothing."""
 
