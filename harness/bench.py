@@ -20,6 +20,7 @@ from harness.world import Outcome, Pool, Pools, warm_up
 from harness.world.delays import Which, chosen
 from reference.codec import encode
 from reference.layout import layout_text
+from reference.mesh import Mesh
 
 #: The label of the job that is no case.
 _DESCRIBE = "describe"
@@ -86,6 +87,10 @@ class Bench:
 
     def close(self) -> None:
         self._pools.close()
+
+    def ranks(self, mesh: Mesh) -> Pool:
+        """The ranks of a mesh, for who runs on them what is no case."""
+        return self._pool_for(mesh.size, mesh)
 
     def check(self, subject: Property, case: Any, delays: int = 0) -> Trial:
         """Runs the case; a failure in used processes is repeated in fresh ones.

@@ -59,6 +59,13 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         if self.flow is not None:
             self.flow.leave([tensor])
 
+    def forget(self) -> None:
+        """Of what was computed so far only the copies are kept, of tensors that are still there: for a computation that
+        goes on for long, piece by piece. No graph of it may go backward any more."""
+        self._peaks.clear()
+        self._formats.clear()
+        self._sweep()
+
     def near_overflow(self) -> bool:
         """Whether the terms of any operation may add up to more than its format holds. To be asked afterwards."""
         return any(not float(peak) <= limit for peak, limit in self._peaks)
@@ -222,9 +229,12 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
             self._storages[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._bytes += flat.numel() * flat.element_size()
         if self._bytes > _SWEEP:
-            self._bytes = 0
-            for key in [k for k, ref in self._storages.items() if ref.expired()]:  # type: ignore[no-untyped-call]
-                del self._flat[key], self._storages[key]
+            self._sweep()
+
+    def _sweep(self) -> None:
+        self._bytes = 0
+        for key in [k for k, ref in self._storages.items() if ref.expired()]:  # type: ignore[no-untyped-call]
+            del self._flat[key], self._storages[key]
 
 
 class NumbersStayInside(NumbersLeave):
