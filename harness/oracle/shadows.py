@@ -52,6 +52,10 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         flat = self._flat.get(storage_key(tensor)) if tensor.numel() else None
         return None if flat is None else self._copies(flat, tensor, tensor.dim())
 
+    def keep(self, tensor: torch.Tensor, copies: torch.Tensor) -> None:
+        """Makes ``copies``, [K, *shape], the disturbed copies of a tensor that was made outside of this mode."""
+        self._store(tensor, copies)
+
     def leaving(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's numbers go to Python: no matter, as long as they are the same in all runs."""
         if storage_key(tensor) in self._flat:

@@ -58,11 +58,26 @@ class Beside:
         if not skipped:
             with one_thread(), repeatable(step), NumbersStayInside(shadows), shadows:
                 found |= self._model.step(gradients, planned)
+            if case.dtype != "fp32":
+                self._store()
         values = {f"{name}[{step}]": self._expected(one) for name, one in found.items()}
         self.state, self.t = planned.after, self.t + (not skipped)
         del gradients, loss, found
         shadows.forget()
         return Step(planned, overflow is not None, values)
+
+    def _store(self) -> None:
+        """Rounds the masters to the model's weights, really, and those of each disturbed run by themselves.
+
+        The updates of a warm-up are less than half a unit in the last place of many weights, which then stay as they
+        are: an error that leans against the gradient, with all its elements, as no disturbance by chance does.
+        """
+        fmt, model = self.case.model.format, self._model
+        for name, master in model.masters.items():
+            model.values[name] = value = master.to(fmt.torch_dtype).to(torch.float64)
+            copies = self._shadows.of(master)
+            if copies is not None:
+                self._shadows.keep(value, copies.to(fmt.torch_dtype).to(torch.float64))
 
     def _overflows(self, largest: Largest, gradients: Mapping[str, torch.Tensor]) -> bool | None:
         """Whether the gradients do in fp16; None where rounding decides, or the order of a sum.
