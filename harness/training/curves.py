@@ -51,11 +51,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Trained:
-    """A training. findings: those of the first step in which something is wrong, ``wrong_at``; None for what belongs to
-    no step. refused: why the candidate did not train. seconds: wall time."""
+    """A training in a dtype. findings: those of the first step in which something is wrong, ``wrong_at``; None for what
+    belongs to no step. case: None, as refused says why, where the candidate does not train. no_looks: why there are no
+    looks. seconds: wall time."""
 
     candidate: str
-    case: TrainStepCase
+    dtype: str
+    case: TrainStepCase | None = None
     steps: Sequence[Step] = ()
     looks: Sequence[Look] = ()
     findings: Sequence[Finding] = ()
@@ -72,3 +74,11 @@ class Trained:
     def undecided(self) -> int:
         """The steps in which one process did as the ranks."""
         return sum(not one.decided for one in self.steps)
+
+
+def exit_code(runs: Sequence[Trained]) -> int:
+    """0 all hold; 1 a fault of the candidate; 2 one of ours; 3 nothing ran, or not all."""
+    kinds = [one.findings[0].kind for one in runs if one.findings]
+    if "harness" in kinds:
+        return 2
+    return 1 if kinds else 3 if any(one.refused is not None for one in runs) else 0

@@ -89,6 +89,8 @@ def agreed(step: int, at: int, seen: World) -> bool:
 
 
 def side_effects(case: TrainStepCase, seen: World) -> Iterator[Finding]:
-    found: Mapping[str, int] = {what: rank for rank, one in reversed(list(enumerate(seen))) for what in one.side_effects}
+    found: Mapping[str, int] = {
+        what: rank for rank, one in reversed(list(enumerate(seen))) for what in one.side_effects
+    }
     for what, rank in found.items():
         yield Finding("side-effect", f"the candidate {what}", rank, case.mesh.describe(rank))

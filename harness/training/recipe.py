@@ -60,13 +60,16 @@ def dtypes_of(said: Collection[str]) -> tuple[str, ...]:
     return found
 
 
-def case_of(mesh: Mesh, dtype: str, sizes: Sizes, seed: int, supports: Collection[str]) -> TrainStepCase:
+def case_of(mesh: Mesh, dtype: str, sizes: Sizes, seed: int, supports: Collection[str] | None = None) -> TrainStepCase:
     """AdamW as large models are trained with it (Touvron et al., "Llama 2", arXiv 2307.09288, section 2.2: betas 0.9
     and 0.95, eps 1e-5, weight decay 0.1, clipping at 1.0), after a warm-up. supports: what the candidate declares; of
-    several ways to build a model it gets one that it has.
+    several ways to build a model it gets one that it has; None for everything.
 
     Raises WrongUse for sizes that do not fit the mesh, and NotOffered for a candidate that lacks what is needed.
     """
+    if supports is None:
+        supports = {*strategies.gpt.FEATURES, *strategies.train_step.FEATURES}
+    has = supports
     other = [name for name, size in mesh.axes if name not in MODEL_AXES and size > 1]
     if other:
         raise WrongUse(f"--mesh {mesh}: expected sizes of {', '.join(MODEL_AXES)} only, not of {', '.join(other)}")
@@ -78,7 +81,7 @@ def case_of(mesh: Mesh, dtype: str, sizes: Sizes, seed: int, supports: Collectio
         )
 
     def first(choices: Mapping[str, Choice], last: Choice) -> Choice:
-        return next((choice for feature, choice in choices.items() if feature in supports), last)
+        return next((choice for feature, choice in choices.items() if feature in has), last)
 
     schedules: dict[str, Schedule] = {"gpt_1f1b": "1f1b", "gpt_gpipe": "gpipe"}
     positions: dict[str, Positions] = {"gpt_learned_positions": "learned", "gpt_rotary": "rotary"}
@@ -98,12 +101,12 @@ def case_of(mesh: Mesh, dtype: str, sizes: Sizes, seed: int, supports: Collectio
             counts=(sizes.length,),
             schedule=first(schedules, "interleaved"),
             dtype=dtype,
-            tied="gpt_tied" in supports,
+            tied="gpt_tied" in has,
             positions=first(positions, "none"),
             norm=first(norms, "rms"),
             activation=first(activations, "swiglu"),
-            bias="gpt_bias" in supports,
-            sequence_parallel=tp > 1 and "gpt_sequence_parallel" in supports,
+            bias="gpt_bias" in has,
+            sequence_parallel=tp > 1 and "gpt_sequence_parallel" in has,
             ids=Ids(TEXT, seed),
         )
         case = TrainStepCase(
@@ -116,13 +119,13 @@ def case_of(mesh: Mesh, dtype: str, sizes: Sizes, seed: int, supports: Collectio
             weight_decay=0.1,
             warmup=sizes.warmup,
             clip=1.0,
-            clip_eps=0.0 if "train_step_clip" in supports else 1e-6,
+            clip_eps=0.0 if "train_step_clip" in has else 1e-6,
             scaling=_MOVING if dtype == "fp16" else UNSCALED,
         )
     except ValueError as error:
         raise WrongUse(f"--mesh {mesh} with these sizes: {error}") from error
     due = {**strategies.gpt.needs(model), **strategies.train_step.needs(case)}
-    lacking = [feature for feature, needed in due.items() if needed and feature not in supports]
+    lacking = [feature for feature, needed in due.items() if needed and feature not in has]
     if lacking:
         raise NotOffered(f"the training needs what the candidate does not support: {', '.join(lacking)}")
     return case

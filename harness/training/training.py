@@ -86,8 +86,9 @@ class _Training:
         findings = [*self.findings, *found]
         seconds = time.monotonic() - began
         return Trained(
-            candidate, self.case, self.steps, self.looks, findings, self.wrong_at, refused, self.no_looks, seconds
-        )
+            candidate, self.case.dtype, self.case, self.steps, self.looks, findings, self.wrong_at, refused,
+            self.no_looks, seconds,
+        )  # fmt: skip
 
     @staticmethod
     def _answer(outcome: Outcome) -> Sequence[Any]:
