@@ -293,7 +293,7 @@ def train(
     from harness.report.training_file import write_training
     from harness.report.training_picture import draw_training
     from harness.report.training_progress import TrainingProgress
-    from harness.report.training_table import training_table
+    from harness.report.training_table import LEGEND, training_table
     from harness.training.curves import exit_code
     from harness.training.recipe import Sizes, dtypes_of
     from harness.training.runs import failure_of, trained
@@ -322,6 +322,8 @@ def train(
             if run.findings:
                 print_failure(console, failure_of(run))
         console.print(training_table(runs, mesh.size))
+        if any(run.steps for run in runs):
+            print_line(console, LEGEND)
         if plot is not None and any(run.steps for run in runs):
             draw_training(plot, runs, f"{mesh.size} ranks, {mesh}")
             print_line(console, f"drawn: {plot}")

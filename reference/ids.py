@@ -45,6 +45,8 @@ def _of_text(ids: Ids, name: str, shape: tuple[int, ...], vocabulary: int) -> to
     if vocabulary < 256:
         raise ValueError(f"text with a vocabulary of {vocabulary}: expected at least 256, one token for each byte")
     data = np.frombuffer(text().data, dtype=np.uint8)
+    if shape[-1] >= len(data):
+        raise ValueError(f"rows of {shape[-1]} tokens: expected less than the {len(data)} bytes of the text")
     key = hashlib.blake2b(f"{ids.seed}/{TEXT}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     starts = generator.integers(0, len(data) - shape[-1], size=shape[:-1])

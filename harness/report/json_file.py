@@ -10,6 +10,7 @@ from typing import Any
 from harness.events import Event, Failure, Row, RunDone
 from harness.exit_codes import say_error
 from harness.printable import printable
+from harness.verdict import Finding
 from harness.verification import exit_code
 
 
@@ -63,7 +64,8 @@ def _failure(failure: Failure) -> dict[str, Any]:
     }
 
 
-def finding_fields(finding: Any) -> dict[str, Any]:
+def finding_fields(finding: Finding) -> dict[str, Any]:
+    """A finding as it is written."""
     # JSON has no NaN or infinity: values travel as text, exactly.
     data: dict[str, Any] = dataclasses.asdict(finding)
     return data | {key: None if data[key] is None else repr(data[key]) for key in ("got", "want", "tolerance")}

@@ -17,7 +17,7 @@ _SECONDS = 30.0
 
 class TrainingProgress:
     """Is told of every step. The bar goes to stderr and only to a terminal; where ``console`` is none, a line goes
-    there every 30 s.
+    there after the first step of each training, and every 30 s.
 
     ``unwritten``: why a line could not be written. The training goes on.
     """
@@ -52,7 +52,8 @@ class TrainingProgress:
         if not step.step:
             self._progress.start_task(self._tasks[dtype])
         self._progress.update(self._tasks[dtype], completed=step.step + 1, said=said)
-        if not self._console.file.isatty() and self._clock() - self._told >= _SECONDS:
+        due = not step.step or self._clock() - self._told >= _SECONDS
+        if due and not self._console.file.isatty():
             self._told = self._clock()
             try:
                 print_line(self._console, f"{dtype}: {step.step + 1} of {self._steps} steps, {said}")

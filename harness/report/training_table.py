@@ -10,6 +10,12 @@ from rich.table import Table
 from harness.report.console import plain
 from harness.training.curves import Number, Step, Trained
 
+#: What the columns of shares mean.
+LEGEND = (
+    "off: the largest difference over its computed tolerance, 1 is the limit; same state: of all that ranks keep, "
+    "after a step from their own state; undecided: rounding decides whether the step overflows"
+)
+
 
 def training_table(runs: Sequence[Trained], ranks: int) -> Table:
     """Losses of one process and of the ranks, skipped steps, and the largest differences over their tolerances."""
@@ -17,8 +23,7 @@ def training_table(runs: Sequence[Trained], ranks: int) -> Table:
     many = f"{ranks} rank{'s' * (ranks > 1)}"
     table.add_column("dtype")
     for column in (
-        "steps", "loss, one process", f"loss, {many}", f"skipped, one process / {many}", "undecided",
-        "loss off", "norm off", "same state off",
+        "steps", "loss, one process", f"loss, {many}", "skipped", "undecided", "loss off", "norm off", "same state off",
     ):  # fmt: skip
         table.add_column(column, justify="right", overflow="fold")
     table.add_column("result", overflow="fold")
