@@ -176,7 +176,7 @@ class Bench:
             return Trial(Verdict((differ,)), history)
         try:
             verdict = subject.judge(case, self.description, expected, worlds)
-            if _close(verdict):
+            if is_close(verdict):
                 careful = subject.careful(case)
                 verdict = verdict if careful is None else subject.judge(case, self.description, careful, worlds)
         except Exception as error:
@@ -211,7 +211,7 @@ def raced(bench: Bench, subject: Property, case: Any, delays: int) -> Iterator[T
                 yield again
 
 
-def _close(verdict: Verdict) -> bool:
+def is_close(verdict: Verdict) -> bool:
     """Whether what is wrong may be the scatter of a tolerance: it is estimated from a few disturbed runs."""
     statistics = [float(verdict.facts.get(name, 0.0)) for name in ("worst", "slope")]
     return any(found.kind == "mismatch" for found in verdict.findings) and 0 < max(statistics) < _CLOSE

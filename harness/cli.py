@@ -293,7 +293,7 @@ def train(
     from harness.report.training_file import write_training
     from harness.report.training_picture import draw_training
     from harness.report.training_progress import TrainingProgress
-    from harness.report.training_table import LEGEND, training_table
+    from harness.report.training_table import LEGEND, result_text, training_table
     from harness.training.curves import exit_code
     from harness.training.recipe import Sizes, dtypes_of
     from harness.training.runs import failure_of, trained
@@ -320,6 +320,7 @@ def train(
         print_line(console, f"text: {text().described()}")
         for run in runs:
             if run.findings:
+                print_line(console, f"{run.dtype}: {result_text(run)}", "bold red")
                 print_failure(console, failure_of(run))
         console.print(training_table(runs, mesh.size))
         if any(run.steps for run in runs):

@@ -57,7 +57,10 @@ def _run(run: Trained) -> dict[str, Any]:
             }
             for one in run.steps
         ],
-        "looks": [{"step": one.step, "share": _finite(one.share)} for one in run.looks],
+        "looks": [
+            {"step": one.step, "share": _finite(one.share), "loss": None if one.loss is None else _number(one.loss)}
+            for one in run.looks
+        ],
     }
 
 

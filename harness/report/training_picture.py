@@ -73,6 +73,14 @@ def _differences(axes: Any, run: Trained) -> None:
     axes.fill_between(numbers, least, [max(x, least) for x in limits], color=_TOLERANCE, alpha=0.25, linewidth=0)
     dots = {"linestyle": "none", "marker": "o", "markersize": 2.2}
     axes.plot(numbers, [max(x, least) for x in found], color=_PROCESS, label="one process to ranks", **dots)
+    looks = [(one.step, one.loss) for one in run.looks if one.loss is not None]
+    if looks:
+        at = [step for step, _ in looks]
+        dashes = {"linestyle": "none", "marker": "_", "markersize": 6, "markeredgewidth": 1.3}
+        again = [max(_finite(loss.tolerance), least) for _, loss in looks]
+        axes.plot(at, again, color=_RANKS, label="tolerance, from the ranks' own state", **dashes)
+        found_again = [max(_finite(loss.difference), least) for _, loss in looks]
+        axes.plot(at, found_again, color=_RANKS, label="the same step from their state", **dots)
     beyond = [(n, x) for n, x, one in zip(numbers, found, steps, strict=True) if one.loss.share > 1]
     if beyond:
         axes.plot(*zip(*beyond, strict=True), color=_WRONG, label="beyond its tolerance", **dots)

@@ -6,6 +6,7 @@ It never sees the ranks' numbers, and of their decisions only those that roundin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +49,10 @@ class Beside:
         """The next step. followed: whether the ranks skipped it, which is believed where rounding decides; None where
         they are not believed any more."""
         case, shadows = self.case, self._shadows
-        largest = Largest()
-        with one_thread(), repeatable(step), largest, NumbersStayInside(shadows), shadows:
+        largest = Largest() if case.dtype == "fp16" else None
+        with one_thread(), repeatable(step), largest or nullcontext(), NumbersStayInside(shadows), shadows:
             gradients, loss = self._model.gradients(step, self.state.scale)
-        overflow = self._overflows(largest, gradients) if case.dtype == "fp16" else False
+        overflow = False if largest is None else self._overflows(largest, gradients)
         skipped = overflow if overflow is not None else bool(followed)
         planned = Planned(self.state.scale, skipped, after(case.scaling, self.state, skipped), self.t)
         found = {"loss": loss}

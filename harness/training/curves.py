@@ -43,10 +43,11 @@ class Step:
 @dataclass(frozen=True)
 class Look:
     """A step that one process made again from all that the ranks had before it. share: of the farthest element of all
-    that they had after it, over its tolerance."""
+    that they had after it, over its tolerance. loss: of both, None where nothing could be compared."""
 
     step: int
     share: float
+    loss: Number | None = None
 
 
 @dataclass(frozen=True)

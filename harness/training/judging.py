@@ -32,7 +32,7 @@ def judged(case: TrainStepCase, due: beside.Step, step: int, at: int, seen: Worl
     findings = [_at(step, one) for one in judge_decisions(numbered, [due.planned], decisions)]
     numbers: dict[str, Number | None] = {}
     for name, value in due.values.items():
-        numbers[name], wrong = _number(case, name, value, seen)
+        numbers[name], wrong = number_of(case, name, value, seen)
         findings += wrong
     loss = numbers[f"loss[{step}]"]
     if loss is None:  # no rank has it, which is a finding
@@ -52,7 +52,8 @@ def _at(step: int, finding: Finding) -> Finding:
     return replace(finding, message=message, tensor=tensor)
 
 
-def _number(case: TrainStepCase, name: str, want: Expected, seen: World) -> tuple[Number | None, list[Finding]]:
+def number_of(case: TrainStepCase, name: str, want: Expected, seen: World) -> tuple[Number | None, list[Finding]]:
+    """A loss, or another number of a step, and what is wrong with it; None where no rank has it."""
     is_loss = name.startswith("loss")
     layout = loss_cut(case.model)["loss"] if is_loss else Whole()
     form = Form(layout, "float32" if is_loss else "float64")

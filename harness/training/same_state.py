@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from harness.bench import is_close
 from harness.observation import Observation
+from harness.oracle.statistics import Expected
 from harness.oracle.within import Limits
 from harness.properties.modules import explanation, wanted
 from harness.properties.tensors import judge_tensors
 from harness.properties.train_step import forms_of
 from harness.properties.train_step_kept import joined, judge_masters
 from harness.training.curves import Look
+from harness.training.judging import number_of
 from harness.verdict import Finding
 from reference.gpt_parameters import OUTPUT, shapes
 from reference.layout import window
@@ -57,17 +60,23 @@ def look(case: TrainStepCase, step: int, planned: Planned, before: World, after:
             found |= {what: kept[what].clone() for what in _kept(case, name)}
         return found
 
-    want = wanted(False, case.model.format, compute, given)
     seen, ownership = joined(case, after)
     if ownership is not None:
         return Look(step, np.inf), [ownership]
     shown = {name for one in seen for name in one.tensors}
-    want = {name: one for name, one in want.items() if name in shown}
     forms = forms_of(case, seen[0])
     why = explanation(forms, case.mesh, seen, {}, case.model.micro_batches)
-    verdict = judge_tensors(want, forms, case.mesh, seen, why)
+    for careful in (False, True):
+        found = wanted(False, case.model.format, compute, given, careful=careful)
+        want = {name: one for name, one in found.items() if name in shown}
+        verdict = judge_tensors(want, forms, case.mesh, seen, why)
+        if not is_close(verdict):
+            break
     share = max(verdict.facts["worst"] / Limits().worst, verdict.facts["slope"] / Limits().slope)
-    return Look(step, share), [*verdict.findings, *judge_masters(case, seen)]
+    of_loss = want[f"loss[{step}]"]
+    assert isinstance(of_loss, Expected)
+    loss, _ = number_of(case, f"loss[{step}]", of_loss, seen)
+    return Look(step, share, loss), [*verdict.findings, *judge_masters(case, seen)]
 
 
 def _names(case: TrainStepCase) -> list[str]:

@@ -21,7 +21,7 @@ from reference.train_step import TrainStepCase
 #: Steps that ranks make in one go.
 _TOGETHER = 5
 #: One step of so many is made again from the same state.
-_LOOK = 25
+_LOOK = 10
 
 Listener = Callable[[Step], object]
 
