@@ -49,7 +49,7 @@ class Beside:
         """The next step. followed: whether the ranks skipped it, which is believed where rounding decides; None where
         they are not believed any more."""
         case, shadows = self.case, self._shadows
-        largest = Largest() if case.dtype == "fp16" else None
+        largest = self._largest() if case.dtype == "fp16" else None
         with one_thread(), repeatable(step), largest or nullcontext(), NumbersStayInside(shadows), shadows:
             gradients, loss = self._model.gradients(step, self.state.scale)
         overflow = False if largest is None else self._overflows(largest, gradients)
@@ -80,11 +80,21 @@ class Beside:
             if copies is not None:
                 self._shadows.keep(value, copies.to(fmt.torch_dtype).to(torch.float64))
 
+    def _largest(self) -> Largest:
+        model = self.case.model
+        return Largest(model.replicas * model.data_parallel_size * self._added, self._added)
+
+    @property
+    def _added(self) -> int:
+        """Of how many micro-batches the numbers stand one after another: the reference has those of one size together."""
+        return self.case.model.micro_batches if len(set(self.case.model.sizes)) == 1 else 1
+
     def _overflows(self, largest: Largest, gradients: Mapping[str, torch.Tensor]) -> bool | None:
         """Whether the gradients do in fp16; None where rounding decides, or the order of a sum.
 
-        They do where some rank's own gradient is beyond the largest number by more than rounding moves it, and do not
-        where nothing on the way comes near it, in any order of its sums.
+        They do where some rank's own gradient is beyond the largest number by more than rounding moves it, also where
+        ranks have shares that add up to the gradient and not such as have it for their mean; and do not where nothing
+        on the way comes near it, in any order of its sums.
         """
         limit = overflows_above(self.case.model.format)
         surely = 0.0
@@ -92,9 +102,11 @@ class Beside:
             copies = self._shadows.of(gradient)
             spread = 0.0 if copies is None else (copies - gradient).abs().amax(0) * Limits().worst
             surely = max(surely, float((gradient.abs() - spread).max()))
-        if surely > self.case.model.format.largest:
+        if surely / self.case.ranks_of_data > self.case.model.format.largest:
             return True
-        return False if largest.backward < limit else None
+        most = largest.looked_up + largest.multiplied if self.case.model.tied else 0.0
+        apart = self.case.model.micro_batches // self._added
+        return False if apart * max(largest.backward, most) < limit else None
 
     def _expected(self, value: torch.Tensor) -> Expected:
         found = measure(value, self._shadows.of(value), self.runs)

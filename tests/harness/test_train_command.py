@@ -244,6 +244,19 @@ def test_where_rounding_decides_one_process_does_as_the_ranks(monkeypatch: pytes
     assert set(followed[0].values) == {"loss[0]"}
 
 
+def test_the_ranks_decide_as_one_process_whatever_the_scale() -> None:
+    """Around the border gradients that micro-batches and a tied weight add up decide, each of which is within fp16."""
+    made, decided = case("fp16", steps=1), set()
+    model = replace(made.model, sizes=(1, 1))
+    with Bench("builtin") as bench:
+        for power in range(13, 21):
+            scaling = Scaling(initial=2.0**power, minimum=1.0)
+            done = train(bench, replace(made, model=model, scaling=scaling))
+            assert done.held, (power, done.findings)
+            decided |= {(one.decided, one.skipped) for one in done.steps}
+    assert decided >= {(True, True), (True, False)}
+
+
 def test_small_updates_of_a_warm_up_are_no_difference() -> None:
     """They are rounded away in fp16, all against the gradient: a disturbance by chance would not explain that."""
     made = case("fp16", scaling=Scaling("constant", 2.0**8), steps=4, lr=2.0**-12)
