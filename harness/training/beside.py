@@ -86,7 +86,7 @@ class Beside:
 
     @property
     def _added(self) -> int:
-        """Of how many micro-batches the numbers stand one after another: the reference has those of one size together."""
+        """How many micro-batches stand one after another: the reference has those of one size together."""
         return self.case.model.micro_batches if len(set(self.case.model.sizes)) == 1 else 1
 
     def _overflows(self, largest: Largest, gradients: Mapping[str, torch.Tensor]) -> bool | None:
