@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from test_json_format import documented
 from test_world_ends import Parent
@@ -245,16 +246,26 @@ def test_where_rounding_decides_one_process_does_as_the_ranks(monkeypatch: pytes
 
 
 def test_the_ranks_decide_as_one_process_whatever_the_scale() -> None:
-    """Around the border gradients that micro-batches and a tied weight add up decide, each of which is within fp16."""
+    """Around the border gradients that a tied weight adds up decide, each of which is within fp16."""
     made, decided = case("fp16", steps=1), set()
     model = replace(made.model, sizes=(1, 1))
     with Bench("builtin") as bench:
-        for power in range(13, 21):
+        for power in range(14, 20):
             scaling = Scaling(initial=2.0**power, minimum=1.0)
             done = train(bench, replace(made, model=model, scaling=scaling))
             assert done.held, (power, done.findings)
             decided |= {(one.decided, one.skipped) for one in done.steps}
     assert decided >= {(True, True), (True, False)}
+
+
+def test_what_micro_batches_add_up_is_counted() -> None:
+    """Four units of two ranks; each has a gradient of 3, from terms of 5 in magnitude."""
+    weights = torch.ones(4, 1, 2, dtype=torch.float64, requires_grad=True)
+    inputs = torch.tensor([4.0, -1.0], dtype=torch.float64).expand(4, 2, 2)
+    for largest, most in ((Largest(), 5.0), (Largest(4, 2), 10.0)):
+        with largest:
+            torch.autograd.grad(torch.bmm(weights, inputs).sum(), weights)
+        assert (largest.backward, largest.multiplied, largest.looked_up) == (most, most, 0.0)
 
 
 def test_small_updates_of_a_warm_up_are_no_difference() -> None:
