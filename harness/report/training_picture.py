@@ -30,15 +30,18 @@ def draw_training(path: Path, runs: Sequence[Trained], ranks: str) -> None:
         rows = figure.subplots(
             3, len(shown), squeeze=False, sharex="col", sharey="row", gridspec_kw={"height_ratios": (3, 3, 2)}
         )
+        marked = [i for i, run in enumerate(shown) if any(one.skipped or not one.decided for one in run.steps)]
         for column, run in enumerate(shown):
             _losses(rows[0, column], run, ranks)
             _differences(rows[1, column], run)
             _scales(rows[2, column], run)
             for row in rows[:, column]:
+                # That of the marks stands where there are some.
+                legend = column == 0 if row is not rows[2, column] else column in marked
                 row.grid(alpha=0.25, linewidth=0.5)
                 if run.wrong_at is not None:
                     row.axvline(run.wrong_at, color=_WRONG, linewidth=0.8, linestyle=":")
-                if column == 0:
+                if legend:
                     row.legend(frameon=False, fontsize=7, loc="best")
         for row, label in zip(
             rows[:, 0], ("loss (nats a byte)", "difference of the losses", "loss scale"), strict=True
@@ -106,6 +109,6 @@ def _scales(axes: Any, run: Trained) -> None:
         ),
     }
     for label, (some, style) in marks.items():
-        if some or label == "skipped":
+        if some:
             at = [one.step for one in some], [one.scale for one in some]
             axes.plot(*at, linestyle="none", marker="o", markersize=3.5, markeredgewidth=0.8, label=label, **style)
