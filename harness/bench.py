@@ -20,6 +20,7 @@ from harness.world import Outcome, Pool, Pools, warm_up
 from harness.world.delays import Which, chosen
 from reference.codec import encode
 from reference.layout import layout_text
+from reference.mesh import Mesh
 
 #: The label of the job that is no case.
 _DESCRIBE = "describe"
@@ -86,6 +87,10 @@ class Bench:
 
     def close(self) -> None:
         self._pools.close()
+
+    def ranks(self, mesh: Mesh) -> Pool:
+        """The ranks of a mesh, for who runs on them what is no case."""
+        return self._pool_for(mesh.size, mesh)
 
     def check(self, subject: Property, case: Any, delays: int = 0) -> Trial:
         """Runs the case; a failure in used processes is repeated in fresh ones.
@@ -171,7 +176,7 @@ class Bench:
             return Trial(Verdict((differ,)), history)
         try:
             verdict = subject.judge(case, self.description, expected, worlds)
-            if _close(verdict):
+            if is_close(verdict):
                 careful = subject.careful(case)
                 verdict = verdict if careful is None else subject.judge(case, self.description, careful, worlds)
         except Exception as error:
@@ -206,7 +211,7 @@ def raced(bench: Bench, subject: Property, case: Any, delays: int) -> Iterator[T
                 yield again
 
 
-def _close(verdict: Verdict) -> bool:
+def is_close(verdict: Verdict) -> bool:
     """Whether what is wrong may be the scatter of a tolerance: it is estimated from a few disturbed runs."""
     statistics = [float(verdict.facts.get(name, 0.0)) for name in ("worst", "slope")]
     return any(found.kind == "mismatch" for found in verdict.findings) and 0 < max(statistics) < _CLOSE

@@ -34,7 +34,7 @@ def run(case: TrainStepCase, rank: int, build: Build) -> Observation:
     build: called with the case as the ranks are to work on it, again where a state is loaded.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return _Run(case, rank, build).all()
+    return Run(case, rank, build).all()
 
 
 @dataclass
@@ -48,7 +48,9 @@ class _Part:
 
 
 @dataclass
-class _Run:
+class Run:
+    """The steps on one rank: `begin`, then each `step` in its order, then `kept` and `close`."""
+
     case: TrainStepCase
     rank: int
     build: Build
@@ -57,29 +59,46 @@ class _Run:
     moved_in: list[list[str]] = field(default_factory=list)
     last: Read = field(default_factory=dict)
     drawn: dict[int, Masks] = field(default_factory=dict)
+    part: _Part = field(init=False)
 
     def all(self) -> Observation:
-        case, purity = self.case, Purity(draws=self.case.model.dropout > 0)
-        part = self._built(0)
+        purity = Purity(draws=self.case.model.dropout > 0)
+        self.begin()
+        for step in range(self.case.steps):
+            self.step(step)
+        kept = self.kept()
+        self.close()
+        facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, **kept.facts}
+        facts |= {DRAWN: self.drawn} if self.case.model.dropout else {}
+        return Observation({**self.tensors, **kept.tensors}, kept.layouts, tuple(purity.report()), facts=facts)
+
+    def begin(self) -> None:
+        """Builds the trainer, and gives it its parameters."""
+        part = self.part = self._built(0)
         part.running.load(part.parameters)
         if part.trainer.loaded is not None:
             with phase("loaded"):
                 part.trainer.loaded()
         self.last = self.reading(part)
-        for step in range(case.steps):
-            if case.load and step == case.load:
-                part = self._resumed(part, step)
-                self.last = self.reading(part)
-            self._train(part, step)
-        layouts = {name: layout_of(case.model, name, said) for name, said in part.running.said.items()}
+
+    def step(self, step: int) -> None:
+        """Makes one, and reads what it decided, its loss and norm, and what moved."""
+        if self.case.load and step == self.case.load:
+            self.part = self._resumed(self.part, step)
+            self.last = self.reading(self.part)
+        self._train(self.part, step)
+
+    def kept(self) -> Observation:
+        """Parameters, masters and state as they are now, and who keeps which elements."""
+        part = self.part
+        layouts = {name: layout_of(self.case.model, name, said) for name, said in part.running.said.items()}
         owned = {name: self._owned(part, name) for name in part.parameters}
-        self._keep(part, layouts)
-        if part.trainer.close is not None:
+        return Observation(self._tensors_kept(part, layouts), layouts, facts={OWNED: owned})
+
+    def close(self) -> None:
+        if self.part.trainer.close is not None:
             with phase("close"):
-                part.trainer.close()
-        facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, OWNED: owned}
-        facts |= {DRAWN: self.drawn} if case.model.dropout else {}
-        return Observation(self.tensors, layouts, side_effects=tuple(purity.report()), facts=facts)
+                self.part.trainer.close()
 
     def _built(self, step: int) -> _Part:
         case = self.case.seen_by(step)
@@ -191,9 +210,9 @@ class _Run:
                 f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of elements"
             ) from None
 
-    def _keep(self, part: _Part, layouts: dict[str, Layout]) -> None:
-        """Everything at the end; of parameters on other stages, tensors without elements."""
-        case, read = self.case, self.last
+    def _tensors_kept(self, part: _Part, layouts: dict[str, Layout]) -> dict[str, LocalTensor | None]:
+        """Everything there is; of parameters on other stages, tensors without elements."""
+        case, read, found = self.case, self.last, dict[str, LocalTensor | None]()
         for name, layout in layouts.items():
             shape = window(part.running.shapes[name], layout, case.mesh, self.rank).shape
             for what in (name, *(f"{name}.{kind}" for kind in case.kept)):
@@ -201,4 +220,5 @@ class _Run:
                 if own is None and name in part.parameters:
                     continue  # not offered
                 dtype = case.model.format.torch_dtype if what == name else torch.float32
-                self.tensors[what] = local_tensor(what, torch.zeros(shape, dtype=dtype) if own is None else own)
+                found[what] = local_tensor(what, torch.zeros(shape, dtype=dtype) if own is None else own)
+        return found

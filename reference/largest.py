@@ -20,11 +20,16 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``backward``: the largest magnitude, of sums that of the sum of magnitudes. ``stored``: the largest of what the
     reference says is stored in a format of its own on the way, as the gradient of the logits. What is not a number, and
     infinities, count as infinite.
+
+    units: where the first dimension of a sum has so many units, or a multiple of them, those of a group of so many that
+    stand one after another are added up too: the micro-batches of a rank. ``looked_up``, ``multiplied``: the largest of
+    lookups and of matrix products alone, which are added where a table is both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: int = 1, group: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.backward = self.stored = 0.0
+        self.backward = self.stored = self.looked_up = self.multiplied = 0.0
+        self._units, self._group = units, group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kw = kwargs or {}
@@ -32,7 +37,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kw)
         name = str(func.overloadpacket).rpartition(".")[2].rstrip("_")
         if name in _SUMS:
-            self.backward = max(self.backward, _magnitude(func(*[_absolute(one) for one in args], **kw)))
+            self._see_sum(name, func(*[_absolute(one) for one in args], **kw))
         result = func(*args, **kw)
         size = _magnitude(result)
         self.backward = max(self.backward, size)
@@ -40,6 +45,17 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block is not None and block.in_backward and block.stores:
             self.stored = max(self.stored, size)
         return result
+
+    def _see_sum(self, name: str, magnitudes: Any) -> None:
+        if self._group > 1 and magnitudes.dim() and magnitudes.shape[0] % self._units == 0:
+            rows = magnitudes.shape[0] // self._units
+            magnitudes = magnitudes.reshape(-1, self._group, rows, *magnitudes.shape[1:]).sum(1)
+        size = _magnitude(magnitudes)
+        self.backward = max(self.backward, size)
+        if name.startswith("index"):
+            self.looked_up = max(self.looked_up, size)
+        elif "mm" in name:
+            self.multiplied = max(self.multiplied, size)
 
 
 def _absolute(value: Any) -> Any:

@@ -44,6 +44,8 @@ def adamw(
     beta1, beta2 = betas
     mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
     square = beta2 * state["exp_avg_sq"] + (1 - beta2) * (gradient * gradient)
-    direction = mean / (1 - beta1**t) / (torch.sqrt(square / (1 - beta2**t)) + eps)
+    # No rounding makes a square negative; a disturbance of one that is far smaller than in the undisturbed run may.
+    corrected = torch.clamp(square / (1 - beta2**t), min=0.0)
+    direction = mean / (1 - beta1**t) / (torch.sqrt(corrected) + eps)
     values = values * (1 - lr * weight_decay) - lr * direction
     return values, {"exp_avg": mean, "exp_avg_sq": square}

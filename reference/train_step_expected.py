@@ -52,8 +52,9 @@ _RIGHT = Changed()
 
 
 @dataclass
-class _Model:
-    """Values, [shape], and state tensors by name, of every parameter but a tied output."""
+class Model:
+    """What is trained, step by step: values, [shape], masters and state tensors by name, of every parameter but a tied
+    output. change: a mistake that is made."""
 
     case: TrainStepCase
     change: Changed
@@ -63,8 +64,8 @@ class _Model:
     kept: Sequence[Masks] = ()
 
     @staticmethod
-    def of(case: TrainStepCase, given: Tensors, change: Changed = _RIGHT, kept: Sequence[Masks] = ()) -> _Model:
-        made = _Model(case, change, dict(given), dict(given), {}, kept)
+    def of(case: TrainStepCase, given: Tensors, change: Changed = _RIGHT, kept: Sequence[Masks] = ()) -> Model:
+        made = Model(case, change, dict(given), dict(given), {}, kept)
         made.begin()
         return made
 
@@ -139,7 +140,7 @@ def _plan(case: TrainStepCase) -> tuple[Planned, ...]:
 
 def _planned(case: TrainStepCase) -> Iterator[Planned]:
     state, t = begin(case.scaling), 0
-    model = _Model.of(case, tensors(case.model)) if case.dtype == "fp16" else None
+    model = Model.of(case, tensors(case.model)) if case.dtype == "fp16" else None
     for step in range(case.steps):
         scale = state.scale
         put = any(True for rank in range(case.mesh.size) for _ in case.hits(rank, step))
@@ -147,7 +148,13 @@ def _planned(case: TrainStepCase) -> Iterator[Planned]:
         if model is not None and not put:
             with Largest() as largest:
                 found, _ = model.gradients(step, scale)
-            skipped = _overflows(case, step, largest)
+            overflow = overflows(case, largest)
+            if overflow is None:
+                raise Undecided(
+                    f"step {step} of the case has gradients near {case.model.format.largest:g}, so that rounding "
+                    "decides whether it overflows: expected a smaller scale, or a much larger one"
+                )
+            skipped = overflow
         state = after(case.scaling, state, skipped)
         planned = Planned(scale, skipped, state, t)
         if model is not None and not skipped:
@@ -156,17 +163,13 @@ def _planned(case: TrainStepCase) -> Iterator[Planned]:
         t += not skipped
 
 
-def _overflows(case: TrainStepCase, step: int, largest: Largest) -> bool:
-    """Whether a step does in fp16: where what every implementation stores is too large, and not where nothing is."""
+def overflows(case: TrainStepCase, largest: Largest) -> bool | None:
+    """Whether a step does in fp16: where what every implementation stores is too large, and not where nothing is; None
+    where rounding, or the order of a sum, decides. largest: of its gradients."""
     limit = case.model.format.largest
     if largest.stored > _MARGIN * limit:
         return True
-    if largest.backward * _MARGIN < limit:
-        return False
-    raise Undecided(
-        f"step {step} of the case has gradients near {limit:g}, so that rounding decides whether it overflows: "
-        "expected a smaller scale, or a much larger one"
-    )
+    return False if largest.backward * _MARGIN < limit else None
 
 
 def expected(
@@ -179,7 +182,7 @@ def expected(
     """All values, float64. plans: as of `plan`, made before, as rounding does not decide them. change: a mistake that
     is made. kept: of each step, where the model has dropout, its masks."""
     out: dict[str, torch.Tensor | None] = {}
-    model, before = _Model.of(case, given, change, kept), Tensors()
+    model, before = Model.of(case, given, change, kept), Tensors()
     for step, planned in enumerate(plans):
         if change.anew and step == change.anew:
             model.begin()

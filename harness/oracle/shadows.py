@@ -52,12 +52,23 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
         flat = self._flat.get(storage_key(tensor)) if tensor.numel() else None
         return None if flat is None else self._copies(flat, tensor, tensor.dim())
 
+    def keep(self, tensor: torch.Tensor, copies: torch.Tensor) -> None:
+        """Makes ``copies``, [K, *shape], the disturbed copies of a tensor that was made outside of this mode."""
+        self._store(tensor, copies)
+
     def leaving(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's numbers go to Python: no matter, as long as they are the same in all runs."""
         if storage_key(tensor) in self._flat:
             raise NeedsSeparateRuns(f"{name} hands numbers to Python")
         if self.flow is not None:
             self.flow.leave([tensor])
+
+    def forget(self) -> None:
+        """Of what was computed so far only the copies are kept, of tensors that are still there: for a computation that
+        goes on for long, piece by piece. No graph of it may go backward any more."""
+        self._peaks.clear()
+        self._formats.clear()
+        self._sweep()
 
     def near_overflow(self) -> bool:
         """Whether the terms of any operation may add up to more than its format holds. To be asked afterwards."""
@@ -222,9 +233,12 @@ class Shadows(Disturbing):  # type: ignore[no-untyped-call]
             self._storages[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._bytes += flat.numel() * flat.element_size()
         if self._bytes > _SWEEP:
-            self._bytes = 0
-            for key in [k for k, ref in self._storages.items() if ref.expired()]:  # type: ignore[no-untyped-call]
-                del self._flat[key], self._storages[key]
+            self._sweep()
+
+    def _sweep(self) -> None:
+        self._bytes = 0
+        for key in [k for k, ref in self._storages.items() if ref.expired()]:  # type: ignore[no-untyped-call]
+            del self._flat[key], self._storages[key]
 
 
 class NumbersStayInside(NumbersLeave):

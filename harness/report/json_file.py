@@ -10,6 +10,7 @@ from typing import Any
 from harness.events import Event, Failure, Row, RunDone
 from harness.exit_codes import say_error
 from harness.printable import printable
+from harness.verdict import Finding
 from harness.verification import exit_code
 
 
@@ -59,11 +60,12 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "saved": failure.saved,
         "not_saved": failure.not_saved,
         "history": list(failure.history),
-        "findings": [_finding(finding) for finding in failure.verdict.findings],
+        "findings": [finding_fields(finding) for finding in failure.verdict.findings],
     }
 
 
-def _finding(finding: Any) -> dict[str, Any]:
+def finding_fields(finding: Finding) -> dict[str, Any]:
+    """A finding as it is written."""
     # JSON has no NaN or infinity: values travel as text, exactly.
     data: dict[str, Any] = dataclasses.asdict(finding)
     return data | {key: None if data[key] is None else repr(data[key]) for key in ("got", "want", "tolerance")}

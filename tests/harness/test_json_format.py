@@ -22,6 +22,7 @@ from reference.cross_entropy import CrossEntropyRecipes
 from reference.data_parallel import DataParallelRecipes, Layer
 from reference.embedding import EmbeddingRecipes
 from reference.ids import IDS, Ids
+from reference.ids import TEXT as TEXT_IDS
 from reference.linear import LinearCase, LinearRecipes
 from reference.loss_scale import Event, Scaling
 from reference.mixed_precision import MixedPrecisionRecipes
@@ -97,7 +98,7 @@ def test_the_fields_of_a_case_and_their_defaults(heading: str, kind: Any) -> Non
 
 
 def test_the_names_that_recipes_have() -> None:
-    for heading, kinds in (("A recipe", KINDS), ("Ids", IDS)):
+    for heading, kinds in (("A recipe", KINDS), ("Ids", {*IDS, TEXT_IDS})):
         (_, text) = documented(heading)["kind"]
         assert set(re.findall(r"`(\w+)`", text)) == set(kinds)
     for subject, recipes in (

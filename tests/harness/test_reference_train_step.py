@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.oracle.expectation import expect
+from reference.dtypes import FORMATS
 from reference.gpt import GptCase
 from reference.gpt_parameters import OUTPUT, tensors, tokens, valid_tokens
 from reference.gpt_step import expected as of_step
@@ -15,6 +17,8 @@ from reference.largest import Largest
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
 from reference.mixed_precision_parts import Overflow
+from reference.optimizers import adamw
+from reference.precision import computed_in
 from reference.train_step import TrainStepCase
 from reference.train_step_expected import Changed, Undecided, expected, plan
 
@@ -188,3 +192,19 @@ def test_a_mistake_changes_what_follows(change: dict[str, Any], moves: str) -> N
 def test_a_case_that_is_none_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(CASE, **changes)
+
+
+def test_a_second_moment_stays_above_zero_in_disturbed_runs() -> None:
+    """Where a gradient is hardly more than its own rounding, that of one run may be a thousandth of the undisturbed."""
+    a = torch.linspace(1, 2, 50_000, dtype=torch.float64)
+
+    def compute() -> dict[str, torch.Tensor | None]:
+        gradient = a * (1 + 2.0**-12) - a
+        zeros = {kind: torch.zeros_like(a) for kind in ("exp_avg", "exp_avg_sq")}
+        with computed_in("fp32"):
+            values, _ = adamw(a, gradient, zeros, 1, 0.125, (0.9, 0.999), 1e-5, 0.0)
+        return {"values": values}
+
+    found = expect(compute, FORMATS["fp16"])["values"]
+    assert found is not None
+    assert not found.ambiguous.any(), "no run has NaN"

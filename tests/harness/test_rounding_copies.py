@@ -106,3 +106,34 @@ def test_shadows_of_dead_storages_are_let_go(monkeypatch: pytest.MonkeyPatch) ->
         held.append(len(mode._flat))
     assert held[0] == 400
     assert held[1] < 20
+
+
+def test_a_computation_goes_on_after_it_was_interrupted() -> None:
+    """Copies stay with what is still there; what was made outside has those that it is given."""
+
+    def computed(pieces: bool) -> Tensor:
+        mode = Shadows(FP32, 0, 4)
+        with mode:
+            x = X * X
+        if pieces:
+            mode.forget()
+            assert not mode.near_overflow()
+        with mode:
+            y = x + X
+        found = mode.of(y)
+        assert found is not None
+        return found
+
+    assert torch.equal(computed(True), computed(False))
+
+
+def test_copies_from_outside() -> None:
+    mode, made = Shadows(FP32, 0, 4), X.round()
+    assert mode.of(made) is None
+    given = torch.stack([made, made + 1, made, made])
+    mode.keep(made, given)
+    with mode:
+        twice = made[1:] + made[1:]
+    found = mode.of(twice)
+    assert found is not None
+    torch.testing.assert_close(found, 2 * given[:, 1:], rtol=1e-6, atol=1e-6)

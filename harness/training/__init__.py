@@ -1,0 +1,1 @@
+"""Training on real text, on one process and on ranks: `shardproof train`."""
