@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from harness.clip import Clipper
-from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.observation import REFUSED, LocalTensor, Observation
+from harness.local import Purity, WrongAdapter, WrongResult, as_number, local_tensor, require_like
+from harness.observation import CHANGED, REFUSED, LocalTensor, Observation
 from harness.session import CandidateRaised, phase
 from reference.clip import ClipCase, Tensors, held, local, names
 
-#: The facts of an observation: whether the step is to be skipped, and which gradients a refused call has changed.
-SKIPS, CHANGED = "skips", "changed"
+#: The fact of an observation: whether the step is to be skipped.
+SKIPS = "skips"
 
 Parameters = dict[str, nn.Parameter]
 Build = Callable[[ClipCase, Parameters], object]
@@ -38,7 +38,10 @@ def run(case: ClipCase, given: Tensors, rank: int, build: Build) -> Observation:
     facts = {}
     if clipper.skips is not None:
         with phase("skips"):
-            facts[SKIPS] = bool(clipper.skips())
+            said: Any = clipper.skips()
+        if not isinstance(said, bool):
+            raise WrongResult(f"skips returned {reprlib.repr(said)}; expected whether the step is skipped, a bool")
+        facts[SKIPS] = said
     for i in range(len(case.parameters)):
         own, like = held(case, i, rank), local(case, given, i, rank).to(case.format.torch_dtype)
         for name in names(case, i):
@@ -84,9 +87,7 @@ def _built(case: ClipCase, parameters: Parameters, build: Build) -> Clipper:
 
 
 def _number(what: str, found: Any) -> LocalTensor:
-    if not isinstance(found, float | int) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-        raise WrongResult(f"{what} is {reprlib.repr(found)}; expected a number, or a tensor of one element")
-    return local_tensor(what, torch.tensor([float(found)], dtype=torch.float64))
+    return local_tensor(what, torch.tensor([as_number(what, found)], dtype=torch.float64))
 
 
 def _gradient(clipper: Clipper, parameters: Parameters, i: int, like: torch.Tensor) -> LocalTensor:

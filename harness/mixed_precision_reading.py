@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -95,25 +94,6 @@ def _read(optimizer: MixedPrecision, name: str, kind: str) -> torch.Tensor:
         return optimizer.master(name)
     assert optimizer.state is not None
     return optimizer.state(name, kind)
-
-
-def through_a_file(save: Callable[[], object]) -> Any:
-    """A state, as it comes back from a file."""
-    return read(written(save))
-
-
-def written(save: Callable[[], object]) -> bytes:
-    """A file of a state."""
-    file = io.BytesIO()
-    with phase("save"):
-        torch.save(save(), file)
-    return file.getvalue()
-
-
-def read(file: bytes) -> Any:
-    """The state in a file, another object each time."""
-    with phase("reading the state that it saved"):
-        return torch.load(io.BytesIO(file), weights_only=False)
 
 
 def moved(before: Read, after: Read) -> list[str]:

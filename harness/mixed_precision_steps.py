@@ -23,17 +23,16 @@ from harness.mixed_precision_reading import (
     numbers,
     owned,
     reading,
-    through_a_file,
 )
-from harness.observation import REFUSED, LocalTensor, Observation
-from harness.scaling import cut_short
+from harness.observation import CHANGED, REFUSED, LocalTensor, Observation
+from harness.saved import cut_short, through_a_file
 from harness.session import CandidateRaised, phase
 from reference.mixed_precision import OF_STATE, MixedPrecisionCase
 from reference.mixed_precision_steps import Tensors, handed
 
 #: The facts of an observation: for each step what was decided, by name; for each step and parameter, the ranges that
-#: the rank keeps; for each step what has other bits than before it; and what a refused load has changed.
-SEEN, OWNED, MOVED, CHANGED = "seen", "owned", "moved", "changed"
+#: the rank keeps; and for each step what has other bits than before it.
+SEEN, OWNED, MOVED = "seen", "owned", "moved"
 
 Build = Callable[[MixedPrecisionCase, Parameters], object]
 

@@ -15,6 +15,8 @@ from reference.traffic import Phase, Transfer
 
 #: The fact of an observation, where a candidate should refuse something: the exception as text, or None without one.
 REFUSED = "refused"
+#: And the names of what a load that was refused has changed.
+CHANGED = "changed"
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, local_tensor, require_like
-from harness.observation import REFUSED, LocalTensor, Observation, Sent
+from harness.observation import CHANGED, REFUSED, LocalTensor, Observation, Sent
+from harness.saved import through_a_file
 from harness.session import CandidateRaised, phase
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.world.traffic import Recorder
@@ -44,12 +45,19 @@ def attempt(case: ShardedOptimizerCase, given: Tensors, rank: int, build: Build)
     try:
         if state is None:
             run.all()
-        else:
-            optimizer = run.built(case, run.parameters())
-            with phase("load"):
-                run.loader(optimizer)(state)
+            return Observation(facts={REFUSED: None})
     except CandidateRaised as error:
         return Observation(facts={REFUSED: str(error).partition("\n")[0]})
+    parameters = run.parameters()
+    optimizer = run.stepped(case, parameters)  # some have no state before a step
+    before = run.reading(parameters, optimizer)
+    try:
+        with phase("load"):
+            run.loader(optimizer)(state)
+    except CandidateRaised as error:
+        now = run.reading(parameters, optimizer)
+        changed = [name for name, values in before.items() if not np.array_equal(values, now[name], equal_nan=True)]
+        return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: changed})
     return Observation(facts={REFUSED: None})
 
 
@@ -107,12 +115,21 @@ class _Run:
             case = replace(case, optimizer="sgd" if case.optimizer == "adamw" else "adamw", momentum=0.0, invalid=None)
         else:
             parameters = _changed(parameters, case, str(case.invalid).removeprefix("state_"))
+        return self._saved(self.stepped(case, parameters))
+
+    def stepped(self, case: ShardedOptimizerCase, parameters: Parameters) -> ShardedOptimizer:
+        """An optimizer after a step with gradients of zeros."""
         optimizer = self.built(case, parameters)
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with phase("step 0"):
             optimizer.step()
-        return self._saved(optimizer)
+        return optimizer
+
+    def reading(self, parameters: Parameters, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        """The values of parameters and state, by name."""
+        self._read(parameters, optimizer, 0)
+        return {name.partition("[")[0]: held.values for name, held in self.tensors.items() if held is not None}
 
     def _spoiled(self, parameters: Parameters) -> Parameters:
         """What is handed over: in a case that must be refused, not what there is."""
@@ -135,14 +152,7 @@ class _Run:
         """The state, as it comes back from a file."""
         if optimizer.save is None:
             raise NotOffered("the sharded optimizer has no save")
-        file = io.BytesIO()
-        with phase("save"):
-            state: Any = optimizer.save()
-            torch.save(state, file)
-        if state is None:
-            raise WrongAdapter("save returned None; expected the state, as what torch.save can write")
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return through_a_file(optimizer.save)
 
     def _set_gradients(self, parameters: Parameters, step: int) -> None:
         case = self.case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, WrongResult
 from harness.loss_scale import LossScaler
-from harness.mixed_precision_reading import counted, number, read, written
-from harness.observation import REFUSED, Observation, Sent
+from harness.mixed_precision_reading import counted, number
+from harness.observation import CHANGED, REFUSED, Observation, Sent
+from harness.saved import alike, cut_short, read, written
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
 from reference.dtypes import format_of
 from reference.loss_scale import OF_STATE, Event, LossScaleCase
 
-#: The facts of an observation: after each event what was seen, by name; and whether a refused load changed something.
-SEEN, CHANGED = "seen", "changed"
+#: The fact of an observation: after each event what was seen, by name.
+SEEN = "seen"
 
 Build = Callable[[LossScaleCase], object]
 Seen = dict[str, Any]
@@ -53,7 +54,7 @@ def attempt(case: LossScaleCase, rank: int, build: Build) -> Observation:
             one.loader()(state)
     except CandidateRaised as error:
         now = one.all_that_it_keeps()
-        changed = None if _alike(now, before) else now
+        changed = [name for name, value in now.items() if not alike(value, before[name])]
         return Observation(facts={REFUSED: str(error).partition("\n")[0], CHANGED: changed})
     return Observation(facts={REFUSED: None})
 
@@ -154,27 +155,3 @@ class _Run:
 
 def _bits(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.view(torch.int32 if gradient.element_size() == 4 else torch.int16)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two states have the same values."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return set(one) == set(other) and all(_alike(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, float | int | str) and isinstance(other, float | int | str):
-        return one == other or (one != one and other != other)
-    return type(one) is type(other)  # objects come back from a file as others
-
-
-def cut_short(state: Any) -> Any:
-    """A saved state without its last entry."""
-    if not isinstance(state, Mapping) or not state:
-        raise NotOffered(f"its state is {reprlib.repr(state)}: of what is no dict, nothing can be left out")
-    kept, last = dict(state), list(state)[-1]
-    if isinstance(kept[last], Mapping) and kept[last]:
-        return {**kept, last: cut_short(kept[last])}
-    del kept[last]
-    return kept

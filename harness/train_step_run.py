@@ -15,9 +15,10 @@ from harness.gpt_draws import Dropouts, Masks
 from harness.gpt_steps import Running, layout_of
 from harness.held import Held
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, through_a_file
+from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN
 from harness.observation import LocalTensor, Observation
+from harness.saved import through_a_file
 from harness.session import phase
 from harness.train_step import Trainer
 from reference.gpt_parameters import tokens, valid_tokens

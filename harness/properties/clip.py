@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import strategies.clip
 from harness.candidate import NotOffered
-from harness.clipping import CHANGED, SKIPS, attempt, run
+from harness.clipping import SKIPS, attempt, run
 from harness.find import Spec
-from harness.observation import Observation
+from harness.observation import CHANGED, Observation
 from harness.properties.base import Description, Property, World
 from harness.properties.clip_suspects import suspects
 from harness.properties.modules import explanation, wanted

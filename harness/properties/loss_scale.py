@@ -11,9 +11,9 @@ from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
-from harness.properties.refusal import judge_refusal
+from harness.properties.refusal import half_loaded, judge_refusal
 from harness.properties.traffic import judge_traffic
-from harness.scaling import CHANGED, SEEN, attempt, run
+from harness.scaling import SEEN, attempt, run
 from harness.session import Session, phase
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
@@ -37,7 +37,7 @@ def judge(case: LossScaleCase, description: Description, want: tuple[Step, ...],
     seen = worlds[0]
     if case.invalid:
         refusal = judge_refusal(case.mesh, seen, _wrong(case))
-        return replace(refusal, findings=(*refusal.findings, *_half_loaded(case, seen)))
+        return replace(refusal, findings=(*refusal.findings, *half_loaded(case.mesh, seen)))
     return Verdict((*_first_wrong(case, want, seen), *judge_traffic(case.mesh, needed(case), seen)))
 
 
@@ -48,15 +48,6 @@ def _wrong(case: LossScaleCase) -> str:
         return f"states of a scaler with another {OF_STATE[case.invalid]}"
     name, _ = OF_CONFIGURATION[str(case.invalid)]
     return f"scalers with {name}={getattr(case.asked, name)!r}"
-
-
-def _half_loaded(case: LossScaleCase, seen: World) -> Iterator[Finding]:
-    for rank, one in enumerate(seen):
-        now = one.facts.get(CHANGED)
-        if now is not None:
-            place = case.mesh.describe(rank)
-            yield Finding("mismatch", f"a load that was refused changed the scaler on {place}: now {now}", rank, place)
-            return
 
 
 def _first_wrong(case: LossScaleCase, want: tuple[Step, ...], seen: World) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import strategies.mixed_precision
 import strategies.mixed_precision_simpler
 from harness.candidate import NotOffered
 from harness.find import Spec
-from harness.mixed_precision_steps import CHANGED, attempt, run
+from harness.mixed_precision_steps import attempt, run
 from harness.observation import Observation
 from harness.oracle.compare import same_bits
 from harness.properties.base import Description, Property, World
@@ -18,7 +18,7 @@ from harness.properties.mixed_precision_decisions import judge_decisions
 from harness.properties.mixed_precision_masters import joined, judge_copies, judge_masters
 from harness.properties.mixed_precision_suspects import suspects
 from harness.properties.modules import explanation, wanted
-from harness.properties.refusal import judge_refusal
+from harness.properties.refusal import half_loaded, judge_refusal
 from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
 from harness.verdict import Finding, Verdict
@@ -61,7 +61,7 @@ def judge(
     interruption."""
     if case.invalid:
         refusal = judge_refusal(case.mesh, worlds[0], _WRONG[case.invalid])
-        return replace(refusal, findings=(*refusal.findings, *_half_loaded(case, worlds[0])))
+        return replace(refusal, findings=(*refusal.findings, *half_loaded(case.mesh, worlds[0])))
     given = tensors(case)
     plans = plan(case, given)
     decided = list(judge_decisions(case, plans, worlds[0]))
@@ -95,16 +95,6 @@ def forms_of(case: MixedPrecisionCase) -> dict[str, Form]:
                 for name, stage in zip(names(case, kind, i, step), case.stages(i), strict=True):
                     forms[name] = Form(case.layout(i, stage), fmt)
     return forms
-
-
-def _half_loaded(case: MixedPrecisionCase, seen: World) -> Iterator[Finding]:
-    for rank, one in enumerate(seen):
-        changed = one.facts.get(CHANGED)
-        if changed:
-            place = case.mesh.describe(rank)
-            message = f"a load that was refused changed {', '.join(changed)} on {place}"
-            yield Finding("mismatch", message, rank, place)
-            return
 
 
 def _resumed_differs(case: MixedPrecisionCase, worlds: Sequence[World]) -> Iterator[Finding]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from harness.observation import REFUSED, Observation
+from collections.abc import Iterator
+
+from harness.observation import CHANGED, REFUSED, Observation
 from harness.properties.base import World
 from harness.verdict import Finding, Verdict
 from reference.mesh import Mesh
@@ -20,6 +22,17 @@ def judge_refusal(mesh: Mesh, observed: World, what: str) -> Verdict:
     other = next(r for r in range(len(observed)) if r not in accepted)
     message = f"{what} were accepted on {place} and refused on {mesh.describe(other)}: in training that is a hang"
     return Verdict((Finding("disagree", message, rank, place, details=f"there: {_refused(observed[other])}"),))
+
+
+def half_loaded(mesh: Mesh, observed: World) -> Iterator[Finding]:
+    """One finding where a load that was refused has changed something."""
+    for rank, one in enumerate(observed):
+        changed = one.facts.get(CHANGED)
+        if changed:
+            place = mesh.describe(rank)
+            message = f"a load that was refused changed {', '.join(changed)} on {place}: expected all or nothing"
+            yield Finding("mismatch", message, rank, place)
+            return
 
 
 def _refused(seen: Observation) -> str | None:

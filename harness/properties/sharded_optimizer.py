@@ -14,7 +14,7 @@ from harness.optimize import attempt, optimize
 from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, wanted
 from harness.properties.ownership import judge_ownership, with_joined_state
-from harness.properties.refusal import judge_refusal
+from harness.properties.refusal import half_loaded, judge_refusal
 from harness.properties.sharded_optimizer_suspects import suspects
 from harness.properties.tensors import Form, Want, judge_tensors, other_bits
 from harness.properties.traffic import judge_traffic
@@ -65,7 +65,8 @@ def judge(
     interruption, and the traffic."""
     seen = worlds[0]
     if case.invalid:
-        return judge_refusal(case.mesh, seen, _WRONG[case.invalid])
+        refusal = judge_refusal(case.mesh, seen, _WRONG[case.invalid])
+        return replace(refusal, findings=(*refusal.findings, *half_loaded(case.mesh, seen)))
     given = tensors(case)
     ownership = list(judge_ownership(case, seen))
     if not ownership:

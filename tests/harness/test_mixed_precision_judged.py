@@ -15,8 +15,8 @@ import harness.properties
 from harness import MixedPrecision
 from harness.candidate import NotOffered
 from harness.local import WrongAdapter, WrongResult
-from harness.mixed_precision_steps import CHANGED, MOVED, OWNED, SEEN, attempt, run
-from harness.observation import REFUSED, LocalTensor, Observation
+from harness.mixed_precision_steps import MOVED, OWNED, SEEN, attempt, run
+from harness.observation import CHANGED, REFUSED, LocalTensor, Observation
 from harness.properties.base import Description
 from harness.session import CandidateRaised
 from harness.verdict import Verdict

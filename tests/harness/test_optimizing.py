@@ -102,6 +102,12 @@ def test_the_shipped_candidate_is_right(builtin: Bench, name: str) -> None:
         ("ChangesOneReplica", MOMENTUM, "disagree", "parameter0[0]"),
         ("GathersTwice", PLAIN, "traffic", "more traffic than needed in the finish: all_reduce on group [0, 1]"),
         ("AcceptsAnything", CASES["state_shape"], "mismatch", "states with a parameter of another shape were accepted"),
+        (
+            "TakesHalf",
+            dataclasses.replace(MOMENTUM, steps=2, load=1, invalid="state_shape"),
+            "mismatch",
+            "a load that was refused changed momentum0",
+        ),
         ("AcceptsAnything", MOVES, "mismatch", "is as if the optimizer began anew where a state was loaded"),
     ],
 )

@@ -146,6 +146,22 @@ class AcceptsAnything(_Changed):
         made.load = lambda saved: None
 
 
+class TakesHalf(_Changed):
+    """Changes its state before it refuses."""
+
+    def change(self, case: Any, parameters: Mapping[str, nn.Parameter], made: ShardedOptimizer) -> None:
+        load, state, taken = made.load, made.state, list[int]()
+        assert load is not None
+        assert state is not None
+
+        def taking(saved: Any) -> None:
+            taken.append(1)
+            load(saved)
+
+        made.load = taking
+        made.state = lambda name, kind: state(name, kind) + len(taken)
+
+
 class NoSave(_Changed):
     """Says that it can save, and cannot."""
 

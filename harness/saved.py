@@ -1,0 +1,60 @@
+"""A candidate's saved state: as it comes back from a file, cut short, and against another one."""
+
+from __future__ import annotations
+
+import io
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from harness.candidate import NotOffered
+from harness.local import WrongAdapter
+from harness.session import phase
+
+
+def through_a_file(save: Callable[[], object]) -> Any:
+    """A state, as it comes back from a file."""
+    return read(written(save))
+
+
+def written(save: Callable[[], object]) -> bytes:
+    """A file of a state. Raises WrongAdapter where there is none."""
+    file = io.BytesIO()
+    with phase("save"):
+        state = save()
+        torch.save(state, file)
+    if state is None:
+        raise WrongAdapter("save returned None; expected the state, as what torch.save can write")
+    return file.getvalue()
+
+
+def read(file: bytes) -> Any:
+    """The state in a file, another object each time."""
+    with phase("reading the state that it saved"):
+        return torch.load(io.BytesIO(file), weights_only=False)
+
+
+def cut_short(state: Any) -> Any:
+    """A saved state without its last entry."""
+    if not isinstance(state, Mapping) or not state:
+        raise NotOffered(f"its state is {reprlib.repr(state)}: of what is no dict, nothing can be left out")
+    kept, last = dict(state), list(state)[-1]
+    if isinstance(kept[last], Mapping) and kept[last]:
+        return {**kept, last: cut_short(kept[last])}
+    del kept[last]
+    return kept
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two states have the same values."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return set(one) == set(other) and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float | int | str) and isinstance(other, float | int | str):
+        return one == other or (one != one and other != other)
+    return type(one) is type(other)  # objects come back from a file as others
