@@ -23,13 +23,18 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     units: where the first dimension of a sum has so many units, or a multiple of them, those of a group of so many that
     stand one after another are added up too: the micro-batches of a rank. ``looked_up``, ``multiplied``: the largest of
-    lookups and of matrix products alone, which are added where a table is both.
+    lookups and of matrix products alone, which are added where a table is both. apart: how many such groups are added
+    that are not seen together.
     """
 
-    def __init__(self, units: int = 1, group: int = 1) -> None:
+    def __init__(self, units: int = 1, group: int = 1, apart: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.backward = self.stored = self.looked_up = self.multiplied = 0.0
-        self._units, self._group = units, group
+        self._units, self._group, self._apart = units, group, apart
+
+    def reached(self, tied: bool) -> float:
+        """The largest that there may be on the way, and in the sum of both uses of a ``tied`` table."""
+        return self._apart * max(self.backward, self.looked_up + self.multiplied if tied else 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kw = kwargs or {}
@@ -39,6 +44,8 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _SUMS:
             self._see_sum(name, func(*[_absolute(one) for one in args], **kw))
         result = func(*args, **kw)
+        if "empty" in name:
+            return result  # nothing is in it yet but what memory had
         size = _magnitude(result)
         self.backward = max(self.backward, size)
         block = current()

@@ -146,7 +146,7 @@ def _planned(case: TrainStepCase) -> Iterator[Planned]:
         put = any(True for rank in range(case.mesh.size) for _ in case.hits(rank, step))
         found, skipped = Tensors(), put
         if model is not None and not put:
-            with Largest() as largest:
+            with largest_of(case) as largest:
                 found, _ = model.gradients(step, scale)
             overflow = overflows(case, largest)
             if overflow is None:
@@ -169,7 +169,16 @@ def overflows(case: TrainStepCase, largest: Largest) -> bool | None:
     limit = case.model.format.largest
     if largest.stored > _MARGIN * limit:
         return True
-    return False if largest.backward * _MARGIN < limit else None
+    return False if largest.reached(case.model.tied) * _MARGIN < limit else None
+
+
+def largest_of(case: TrainStepCase) -> Largest:
+    """What is to look at the gradients of a step."""
+    model = case.model
+    ranks, group = model.replicas * model.data_parallel_size, model.micro_batches
+    # Those of one size are computed together, and stand one after another.
+    group, apart = (group, 1) if len(set(model.sizes)) == 1 else (1, group)
+    return Largest(ranks * group, group, apart)
 
 
 def expected(

@@ -23,7 +23,7 @@ from reference.largest import Largest
 from reference.loss_scale import after, begin
 from reference.mixed_precision_steps import Planned
 from reference.train_step import TrainStepCase
-from reference.train_step_expected import Model
+from reference.train_step_expected import Model, largest_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Beside:
         """The next step. followed: whether the ranks skipped it, which is believed where rounding decides; None where
         they are not believed any more."""
         case, shadows = self.case, self._shadows
-        largest = self._largest() if case.dtype == "fp16" else None
+        largest = largest_of(case) if case.dtype == "fp16" else None
         with one_thread(), repeatable(step), largest or nullcontext(), NumbersStayInside(shadows), shadows:
             gradients, loss = self._model.gradients(step, self.state.scale)
         overflow = False if largest is None else self._overflows(largest, gradients)
@@ -80,15 +80,6 @@ class Beside:
             if copies is not None:
                 self._shadows.keep(value, copies.to(fmt.torch_dtype).to(torch.float64))
 
-    def _largest(self) -> Largest:
-        model = self.case.model
-        return Largest(model.replicas * model.data_parallel_size * self._added, self._added)
-
-    @property
-    def _added(self) -> int:
-        """How many micro-batches stand one after another: the reference has those of one size together."""
-        return self.case.model.micro_batches if len(set(self.case.model.sizes)) == 1 else 1
-
     def _overflows(self, largest: Largest, gradients: Mapping[str, torch.Tensor]) -> bool | None:
         """Whether the gradients do in fp16; None where rounding decides, or the order of a sum.
 
@@ -104,9 +95,7 @@ class Beside:
             surely = max(surely, float((gradient.abs() - spread).max()))
         if surely / self.case.ranks_of_data > self.case.model.format.largest:
             return True
-        most = largest.looked_up + largest.multiplied if self.case.model.tied else 0.0
-        apart = self.case.model.micro_batches // self._added
-        return False if apart * max(largest.backward, most) < limit else None
+        return False if largest.reached(self.case.model.tied) < limit else None
 
     def _expected(self, value: torch.Tensor) -> Expected:
         found = measure(value, self._shadows.of(value), self.runs)

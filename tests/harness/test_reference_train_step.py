@@ -13,6 +13,7 @@ from reference.dtypes import FORMATS
 from reference.gpt import GptCase
 from reference.gpt_parameters import OUTPUT, tensors, tokens, valid_tokens
 from reference.gpt_step import expected as of_step
+from reference.gpt_step import units
 from reference.largest import Largest
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
@@ -20,7 +21,7 @@ from reference.mixed_precision_parts import Overflow
 from reference.optimizers import adamw
 from reference.precision import computed_in
 from reference.train_step import TrainStepCase
-from reference.train_step_expected import Changed, Undecided, expected, plan
+from reference.train_step_expected import Changed, Undecided, expected, largest_of, plan
 
 MODEL = GptCase(Mesh.of(dp=2, pp=2), 5, 4, 1, 1, 2, sizes=(1, 2), length=3, counts=(3, 1, 2), tied=True)
 CASE = TrainStepCase(MODEL, steps=3)
@@ -154,6 +155,42 @@ def test_the_largest_numbers_of_a_backward() -> None:
     with Largest() as largest:  # in another order, or in parts, the sum is not zero
         (torch.ones(1, 2, dtype=torch.float64) @ (y * torch.tensor([[1.0], [-1.0]])) * x.sum()).sum().backward()
     assert largest.backward >= 200
+
+
+def test_memory_that_nothing_was_written_to_is_not_looked_at() -> None:
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            for made in (torch.empty(2), grad.new_empty(2), torch.empty_like(grad)):
+                assert made.isnan().all()
+            return grad
+
+    x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
+    try:
+        with Largest() as largest:
+            Empty.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert largest.backward == 1
+
+
+def test_what_is_added_up_afterwards_counts_too() -> None:
+    """Micro-batches of a rank, of one size or of several, and both uses of a tied table."""
+    reached = []
+    for changes in ({"sizes": (1,)}, {"sizes": (1, 1, 1)}, {"sizes": (1, 2, 1)}):
+        model = replace(MODEL, dtype="fp16", mesh=Mesh.of(dp=1), tied=True, **changes)
+        case = replace(CASE, model=model, steps=1, load=0, resume="same", overflows=())
+        with largest_of(case) as largest:
+            units(model, tensors(model), torch.ones(1, 1, sum(model.sizes), model.length, dtype=torch.float64))
+        assert largest.reached(True) >= largest.reached(False)
+        assert largest.reached(True) >= largest.looked_up + largest.multiplied
+        reached.append(largest.reached(False))
+    assert 1.1 * reached[0] < reached[1] <= reached[2]
 
 
 @pytest.mark.parametrize(
