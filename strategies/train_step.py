@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> TrainStepCase:
     steps = draw(st.integers(1, MOST_STEPS))
     adamw: bool = has("train_step_adamw") and draw(st.booleans())
     clips: list[float] = [1e-6] * has("train_step_clip_eps") + [0.0] * has("train_step_clip")
-    clip = draw(st.sampled_from((1.0, 0.25, 16.0))) if len(clips) > 0 and draw(st.booleans()) else 0.0
+    clip = draw(st.sampled_from((1.0, 0.25, 16.0))) if len(clips) > 0 and not one_in(draw, 3) else 0.0
     load = draw(st.integers(1, steps - 1)) if has("train_step_load") and steps > 1 and one_in(draw, 3) else 0
     several = "dp" in model.mesh.names and model.data_parallel_size > 1
     others = has("train_step_resume") and several and load and not model.dropout
@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> TrainStepCase:
         resume=draw(st.sampled_from(resumes)),
     )
     if has("train_step_overflow"):
-        count = draw(st.sampled_from((0, 0, 1, 1, 2)))
+        count = draw(st.sampled_from((0, 0, 0, 1, 2) if clip else (0, 1, 1, 2)))
         case = replace(case, overflows=tuple(draw(_overflows(model.mesh, steps)) for _ in range(count)))
         if count and not one_in(draw, 3):
             # Ranks that do not agree would wait for each other in the norm, and what they do instead would not be seen.
