@@ -1,0 +1,132 @@
+"""Training of the GPT of `torch_gpt`, of torch's own parts: ``torch.optim`` and LambdaLR, ``clip_grad_norm_``,
+``GradScaler``, and the state dicts of ``torch.distributed.checkpoint``. Parameters are in fp32, and so their own
+masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.candidates.torch_gpt import GPT, Step, layouts, named, parallel_gpt
+from harness.local import as_local
+from harness.train_step import Trainer
+from reference.train_step import TrainStepCase
+
+TRAINER_FEATURES = (
+    "train_step_adamw",
+    "train_step_momentum",
+    "train_step_weight_decay",
+    "train_step_warmup",
+    "train_step_clip_eps",
+    "train_step_dynamic",
+    "train_step_load",
+)
+_KIND = {"momentum": "momentum_buffer"}
+_WHOLE = StateDictOptions(full_state_dict=True)
+
+
+class TorchTrainer:
+    """A model, and what trains it."""
+
+    def __init__(self, case: TrainStepCase, mesh: DeviceMesh) -> None:
+        self.case, self.model = case, parallel_gpt(case.model, mesh)
+        self.backward = Step(case.model, self.model, mesh)
+        self.optimizer = optimizer_of(case, self.model)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, case.factor)
+        scaling = case.scaling
+        self.scaler: Any = torch.amp.GradScaler(
+            "cpu",
+            init_scale=scaling.initial,
+            growth_factor=scaling.growth_factor,
+            backoff_factor=scaling.backoff_factor,
+            growth_interval=scaling.growth_interval,
+        )
+        self.scaler.scale(torch.ones(1))  # which makes its tensors
+        self.norm, self.made, self.skipped = 0.0, 0, False
+
+    def step(self, ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.backward(ids, targets, valid, self.scaler.scale)
+        self.scaler.unscale_(self.optimizer)
+        if self.case.clip:
+            self.norm = float(self.clip())
+        self.skipped = any(self.scaler._found_inf_per_device(self.optimizer).values())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.case.scaling.kind == "constant":
+            self.scaler.update(self.case.scaling.initial)
+        if not self.skipped:
+            self.made += 1
+            self.schedule.step()
+        return loss
+
+    def clip(self) -> torch.Tensor:
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def save(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=_WHOLE)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "made": self.made,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=_WHOLE,
+        )
+        self.schedule.load_state_dict(saved["schedule"])
+        self.scaler.load_state_dict(saved["scaler"])
+        self.made = saved["made"]
+
+
+def optimizer_of(case: TrainStepCase, model: GPT) -> torch.optim.Optimizer:
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(
+            model.parameters(), lr=case.lr, betas=case.betas, eps=case.adam_eps, weight_decay=case.weight_decay
+        )
+    return torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
+
+
+def trainer(case: TrainStepCase, mesh: DeviceMesh) -> Trainer:
+    made = TorchTrainer(case, mesh)
+    return presented(case, made)
+
+
+def presented(case: TrainStepCase, made: TorchTrainer) -> Trainer:
+    """As the harness wants it."""
+    parameters = named(case.model, made.model)
+
+    def state(name: str, kind: str) -> torch.Tensor:
+        parameter = parameters[name]
+        kept = made.optimizer.state.get(parameter, {}).get(_KIND.get(kind, kind))
+        return as_local(torch.zeros_like(parameter) if kept is None else kept).detach().flatten()
+
+    dynamic = case.scaling.kind == "dynamic"
+    return Trainer(
+        made.step,
+        parameters,
+        layouts(case.model, made.model),
+        made.scaler.get_scale,
+        lambda: made.skipped,
+        counters=(lambda: {"good": made.scaler.state_dict()["_growth_tracker"]}) if dynamic else None,
+        steps=lambda: made.made,
+        norm=lambda: made.norm,
+        state=state,
+        save=made.save,
+        load=made.load,
+    )
