@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch._dynamo  # see torch_native
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.candidate import NotOffered
 from harness.candidates.known_faults import WithKnownFaults
 from harness.candidates.torch_gpt import GPT_FEATURES, Step, layouts, named, parallel_gpt
-from harness.candidates.torch_trainer import TRAINER_FEATURES, trainer
+from harness.candidates.torch_trainer import TRAINER_FEATURES, TorchTrainer, trainer
 from harness.gpt import Gpt
 from harness.groups import device_mesh
 from harness.train_step import Trainer
 from reference.gpt import GptCase
 from reference.mesh import Mesh
 from reference.train_step import TrainStepCase
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class TorchFsdpTp(WithKnownFaults):
@@ -44,7 +42,9 @@ class TorchFsdpTp(WithKnownFaults):
         warnings.filterwarnings("ignore", message="To construct DTensor")  # of torch, about itself
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about two reductions
         missing = tuple((name, 1) for name in self.axes if name not in mesh.names)
-        self.device_mesh: DeviceMesh = device_mesh(Mesh((*mesh.axes, *missing)))
+        given: DeviceMesh = device_mesh(Mesh((*mesh.axes, *missing)))
+        # FSDP names dp first, and torch wants names in the order of the mesh: docs/findings.md.
+        self.device_mesh = given if self.strict else _dp_first(given)
 
     def gpt(self, case: GptCase) -> Gpt:
         self._refuse(case)
@@ -53,8 +53,16 @@ class TorchFsdpTp(WithKnownFaults):
 
     def train_step(self, case: TrainStepCase) -> Trainer:
         self._refuse(case.model)
-        return trainer(case, self.device_mesh)
+        return trainer(case, TorchTrainer(case, self.device_mesh, self.strict))
 
     def _refuse(self, case: GptCase) -> None:
         if case.kv_heads < case.mesh.axis_size("tp"):
             raise NotOffered("key/value heads that several ranks hold: torch has no style for them")
+
+
+def _dp_first(mesh: DeviceMesh) -> DeviceMesh:
+    """The same axes of the same ranks, dp before tp."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    ranks = mesh.mesh.permute(names.index("dp"), names.index("tp"))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v = _linear(case, case.hidden), _linear(case, keys), _linear(case, keys)
         self.o = _linear(case, case.hidden)
         if case.qk_norm:
-            self.q_norm, self.k_norm = new_norm(case, case.head_size, bias=False), new_norm(case, case.head_size, bias=False)
+            self.q_norm, self.k_norm = (new_norm(case, case.head_size, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: Masks) -> torch.Tensor:
         heads = [self._heads(name, x) for name in ("q", "k", "v")]
