@@ -13,7 +13,7 @@ import logging
 import warnings
 from typing import ClassVar
 
-import torch._dynamo  # see torch_native
+import torch._dynamo  # noqa: F401 - see torch_native
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.candidate import NotOffered
@@ -53,7 +53,7 @@ class TorchFsdpTp(WithKnownFaults):
 
     def train_step(self, case: TrainStepCase) -> Trainer:
         self._refuse(case.model)
-        return trainer(case, TorchTrainer(case, self.device_mesh, self.strict))
+        return trainer(case, TorchTrainer(case, self.device_mesh))
 
     def _refuse(self, case: GptCase) -> None:
         if case.kv_heads < case.mesh.axis_size("tp"):

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.candidates.torch_transformer import Layer, masks, new_norm, parameters, plan_of
+from harness.local import as_local
 from reference.gpt import GptCase
 from reference.gpt_parameters import layer_name
 from reference.layout import Layout, Split, placements
@@ -183,7 +184,7 @@ class Step:
         dist.all_reduce(count, group=self.data)
         labels = torch.where(valid, targets, _IGNORED)
         total = torch.zeros((), dtype=self.case.loss_format.torch_dtype)
-        for m, (own, wanted) in enumerate(zip(ids.split(sizes), labels.split(sizes), strict=True)):
+        for m, (own, wanted) in enumerate(zip(torch.split(ids, sizes), torch.split(labels, sizes), strict=True)):
             model.set_requires_gradient_sync(m == len(sizes) - 1)
             logits = model(own)
             with _cut_loss(logits):
@@ -191,7 +192,7 @@ class Step:
                     logits.flatten(0, 1), wanted.T.flatten(), reduction="sum", ignore_index=_IGNORED
                 ) / count.clamp(min=1)
                 scale(loss).backward()
-            total += loss.detach().to_local() if isinstance(loss, DTensor) else loss.detach()
+            total += as_local(loss.detach())
         dist.all_reduce(total, group=self.data)
         return total
 

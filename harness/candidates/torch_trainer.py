@@ -1,6 +1,5 @@
 """Training of the GPT of `torch_gpt`, of torch's own parts: ``torch.optim`` and LambdaLR, ``clip_grad_norm_``,
-``GradScaler``, and the state dicts of ``torch.distributed.checkpoint``. Parameters are in fp32, and so their own
-masters.
+``GradScaler``. Parameters are in fp32, and so their own masters.
 """
 
 from __future__ import annotations
@@ -10,13 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -35,13 +27,12 @@ TRAINER_FEATURES = (
     "train_step_load",
 )
 _KIND = {"momentum": "momentum_buffer"}
-_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class TorchTrainer:
-    """A model, and what trains it. strict: also where torch is known to be wrong."""
+    """A model, and what trains it."""
 
-    def __init__(self, case: TrainStepCase, mesh: DeviceMesh, strict: bool = False) -> None:
+    def __init__(self, case: TrainStepCase, mesh: DeviceMesh) -> None:
         self.case, self.model = case, parallel_gpt(case.model, mesh)
         self.backward = Step(case.model, self.model, mesh)
         self.optimizer = optimizer_of(case, self.model)
@@ -56,8 +47,6 @@ class TorchTrainer:
         )
         self.scaler.scale(torch.ones(1))  # which makes its tensors
         self.norm, self.made, self.skipped = 0.0, 0, False
-        # A whole state without a tensor cannot be set: docs/findings.md.
-        self.has_tensors = bool(case.states) or strict
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -80,24 +69,19 @@ class TorchTrainer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def save(self) -> dict[str, Any]:
-        if self.has_tensors:
-            optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE)
-        else:
-            optimizer = self.optimizer.state_dict()
+        """This rank's part, DTensors: of a whole state, torch.distributed.checkpoint.state_dict cannot set what is cut
+        unevenly, nor a state without tensors."""
         return {
-            "model": get_model_state_dict(self.model, options=_WHOLE),
-            "optimizer": optimizer,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "made": self.made,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        set_model_state_dict(self.model, saved["model"], options=_WHOLE)
-        if self.has_tensors:
-            set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=_WHOLE)
-        else:
-            self.optimizer.load_state_dict(saved["optimizer"])
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self.scaler.load_state_dict(saved["scaler"])
         self.made = saved["made"]
