@@ -180,8 +180,7 @@ class Step:
         """The loss of the whole batch. scale: makes of each micro-batch's loss what backward is called on."""
         sizes, model = list(self.case.sizes), self.model
         assert isinstance(model, FSDPModule)
-        count = valid.sum()
-        dist.all_reduce(count, group=self.data)
+        count = self.count(valid)
         labels = torch.where(valid, targets, _IGNORED)
         total = torch.zeros((), dtype=self.case.loss_format.torch_dtype)
         for m, (own, wanted) in enumerate(zip(torch.split(ids, sizes), torch.split(labels, sizes), strict=True)):
@@ -195,6 +194,12 @@ class Step:
             total += as_local(loss.detach())
         dist.all_reduce(total, group=self.data)
         return total
+
+    def count(self, valid: torch.Tensor) -> torch.Tensor:
+        """The tokens that have a loss, of all ranks."""
+        found = valid.sum()
+        dist.all_reduce(found, group=self.data)
+        return found
 
 
 def _cut_loss(logits: torch.Tensor) -> AbstractContextManager[None]:
