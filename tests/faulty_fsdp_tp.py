@@ -32,6 +32,7 @@ class FaultyFsdpTp(TorchFsdpTp):
     name: ClassVar[str] = "torch-fsdp-tp, faulty"
 
     def gpt(self, case: GptCase) -> Gpt:
+        self._refuse(case)
         model = parallel_gpt(case, self.device_mesh)
         step = Step(case, model, self.device_mesh)
         spoil(case, model, step)
