@@ -36,7 +36,6 @@ class TorchFsdpTp(WithKnownFaults):
     dtypes = ("fp32", "fp64")
     axes = ("tp", "dp")
     supports = (*GPT_FEATURES, *TRAINER_FEATURES)
-    uneven = "chunk"
 
     def open(self, mesh: Mesh) -> None:
         warnings.filterwarnings("ignore", message="To construct DTensor")  # of torch, about itself

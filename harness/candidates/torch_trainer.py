@@ -47,6 +47,7 @@ class TorchTrainer:
         )
         self.scaler.scale(torch.ones(1))  # which makes its tensors
         self.norm, self.made, self.skipped = 0.0, 0, False
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "made", self.made + 1))
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -54,13 +55,13 @@ class TorchTrainer:
         self.scaler.unscale_(self.optimizer)
         if self.case.clip:
             self.norm = float(self.clip())
-        self.skipped = any(self.scaler._found_inf_per_device(self.optimizer).values())
+        made = self.made
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.case.scaling.kind == "constant":
             self.scaler.update(self.case.scaling.initial)
+        self.skipped = self.made == made
         if not self.skipped:
-            self.made += 1
             self.schedule.step()
         return loss
 
