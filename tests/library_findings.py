@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
@@ -324,6 +325,34 @@ def sharded_inf_norm(*shards):
     weight.grad = whole
     norm = nn.utils.clip_grad_norm_([weight], 1.0, norm_type=float("inf"), error_if_nonfinite=True)
     return norm.full_tensor().item()
+
+
+def scale_of_cut_gradients(first):
+    """The scale, at first 8, where one element of the cut gradient overflows, and which parameter comes first."""
+    mesh = init_device_mesh("cpu", (2,))
+    gradients = {"cut": ([0.0, float("inf")], Shard(0)), "replicated": ([0.0, 0.0], Replicate())}
+    parameters = {}
+    for name, (values, placement) in gradients.items():
+        whole = distribute_tensor(torch.tensor(values), mesh, [placement])
+        parameters[name] = nn.Parameter(torch.zeros_like(whole))
+        parameters[name].grad = whole
+    optimizer = torch.optim.SGD(sorted(parameters.values(), key=lambda p: p is not parameters[first]), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def norm_on_mesh(*axes):
+    """The norm of the gradients of a layer that is cut over tp, and by FSDP over dp, on a 2 x 2 mesh of these axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"])
+    layer(torch.ones(1, 4)).sum().backward()
+    return nn.utils.clip_grad_norm_(layer.parameters(), 1.0).full_tensor().item()
 
 
 def megatron_norm(norm_type, *gradients):

@@ -16,8 +16,10 @@ from harness.case_file import Reproducer, read
 from harness.properties import property_of
 from harness.world import Outcome, Pool, Raised, RankContext
 from reference.cross_entropy import CrossEntropyCase
+from reference.gpt import GptCase
 from reference.mesh import Mesh
 from reference.pipeline import PipelineCase
+from reference.train_step import TrainStepCase
 
 NOTE = Path(__file__).parent.parent / "docs" / "findings.md"
 REPRODUCERS = [read(line) for line in re.findall(r"^shardproof replay '(.*)'$", NOTE.read_text("utf-8"), re.MULTILINE)]
@@ -145,11 +147,13 @@ def test_the_case_of_a_note_fails_when_it_runs_and_is_refused_or_mended_otherwis
     assert (verdict.rejected or "").startswith("known fault: ") or found.case in MENDED
 
 
-#: Of fp32 logits, the adapter hands over a copy; it says what shapes cross a border; it overlaps messages.
+#: Of fp32 logits, the adapter hands over a copy; it says what shapes cross a border; it overlaps messages; its mesh has
+#: dp before tp.
 MENDED = [
     CrossEntropyCase(Mesh.of(tp=1), 2, ((1, 1),)),
     PipelineCase(Mesh.of(pp=2), widths=(2,), sizes=(1, 1), skip="every"),
     PipelineCase(Mesh.of(pp=2), schedule="interleaved", chunks=2, sizes=(1, 1, 1, 1)),
+    TrainStepCase(GptCase(Mesh((("dp", 2), ("tp", 2))), 2, 4, 2, 2, 2, depths=(0,), length=2, counts=(2,))),
 ]
 
 
@@ -159,7 +163,7 @@ def test_the_note_shows_the_code_that_is_run() -> None:
     assert blocks
     for block in blocks:
         assert block.strip() in source
-    assert len(REPRODUCERS) == 27
+    assert len(REPRODUCERS) == 28
 
 
 @pytest.mark.parametrize(("transposed", "given", "kept"), [(True, [1.0], [1.0]), (False, [2.0], [2.0])])
@@ -209,6 +213,18 @@ def test_torch_cannot_take_the_inf_norm_of_an_empty_shard() -> None:
     *_, last = outcome(2, "sharded_inf_norm", [2.0], []).ranks
     assert isinstance(last, Raised), last
     assert "cannot compute the infinity norm on an empty tensor" in last.message
+
+
+@pytest.mark.parametrize(("first", "scales"), [("cut", [4.0, 4.0]), ("replicated", [8.0, 4.0])])
+def test_torch_agrees_about_an_overflow_as_the_first_gradient_is_cut(first: str, scales: list[float]) -> None:
+    assert outcome(2, "scale_of_cut_gradients", first).values() == scales
+
+
+def test_torch_cannot_reduce_over_tp_and_then_dp_at_once() -> None:
+    assert outcome(4, "norm_on_mesh", "dp", "tp").values() == [4.0] * 4
+    for ending in outcome(4, "norm_on_mesh", "tp", "dp").ranks:
+        assert isinstance(ending, Raised), ending
+        assert "Mesh dim indices should be in ascending order" in ending.message
 
 
 def test_megatron_loses_a_nan_in_the_inf_norm() -> None:

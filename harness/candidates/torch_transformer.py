@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v = _linear(case, case.hidden), _linear(case, keys), _linear(case, keys)
         self.o = _linear(case, case.hidden)
         if case.qk_norm:
-            self.q_norm, self.k_norm = _norm(case, case.head_size, bias=False), _norm(case, case.head_size, bias=False)
+            self.q_norm, self.k_norm = (new_norm(case, case.head_size, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: Masks) -> torch.Tensor:
         heads = [self._heads(name, x) for name in ("q", "k", "v")]
@@ -90,7 +90,7 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, case: TransformerCase) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(case, case.hidden), _norm(case, case.hidden)
+        self.norm1, self.norm2 = new_norm(case, case.hidden), new_norm(case, case.hidden)
         self.attention, self.mlp = Attention(case), FeedForward(case)
         self.recomputed = case.recompute == "full"
 
@@ -182,7 +182,7 @@ def _linear(case: TransformerCase, out_features: int, in_features: int | None = 
     return nn.Linear(in_features or case.hidden, out_features, bias=case.bias, dtype=case.format.torch_dtype)
 
 
-def _norm(case: TransformerCase, width: int, bias: bool = True) -> nn.Module:
+def new_norm(case: TransformerCase, width: int, bias: bool = True) -> nn.Module:
     if case.norm == "rms":
         return nn.RMSNorm(width, eps=EPS, dtype=case.format.torch_dtype)
     return nn.LayerNorm(width, eps=EPS, bias=bias, dtype=case.format.torch_dtype)

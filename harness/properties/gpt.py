@@ -23,7 +23,7 @@ from reference.gpt import GptCase
 from reference.gpt_dropout import Masks
 from reference.gpt_parameters import EMBEDDING, OUTPUT, shapes, tensors
 from reference.gpt_step import expected
-from reference.layout import Layout, Split, with_each
+from reference.layout import Layout, Split, Whole, window, with_each
 
 
 def on_rank(context: RankContext, spec: Spec, case: GptCase) -> Observation:
@@ -70,17 +70,19 @@ def _each(case: GptCase, layout: Layout) -> Layout:
 
 
 def copies_differ(case: GptCase, seen: World, ending: str) -> Iterator[Finding]:
-    """Both copies of a tied weight must have the same bits, or they drift apart. ending: of the names of the tensors to
-    compare."""
+    """Both copies of a tied weight must have the same bits, or they drift apart. Where the weight is cut over dp, these
+    are the copies of the same part. ending: of the names of the tensors to compare."""
     if not case.tied:
         return
-    first: dict[tuple[int, int], tuple[str, int, bytes]] = {}
+    first: dict[tuple[object, ...], tuple[str, int, bytes]] = {}
     for name in (EMBEDDING, OUTPUT):
         for rank, one in enumerate(seen):
             found = one.tensors.get(name + ending)
             if found is None or found.values is None or not found.values.size:
                 continue
-            place = case.mesh.coordinate(rank, "tp"), case.mesh.coordinate(rank, case.replica_axes)
+            layout = one.layouts.get(name + ending, one.layouts.get(name, Whole()))
+            part = window(shapes(case)[name], layout, case.mesh, rank).ranges
+            place = case.mesh.coordinate(rank, "tp"), case.mesh.coordinate(rank, case.replica_axes), part
             bits = (found.values + 0.0).tobytes()
             other, holder, right = first.setdefault(place, (name, rank, bits))
             if right != bits:

@@ -16,16 +16,23 @@ from harness.oracle.compare import same_bits
 from harness.properties.base import World
 from harness.properties.mixed_precision_masters import wrong_owners
 from harness.verdict import Finding
+from reference.layout import Layout, Split, placements
 from reference.train_step import TrainStepCase
 
 
 def joined(case: TrainStepCase, seen: World) -> tuple[Sequence[Observation], Finding | None]:
     """The observations with masters and state in the shape of the rank's part of the parameter, all its elements in
-    place of those that it keeps; or what is wrong with who keeps which."""
+    place of those that it keeps; or what is wrong with who keeps which. Where the parameter itself is cut over dp, as
+    its layout says, ranks have no part in common: each keeps all of its own."""
     whole = [dict(one.tensors) for one in seen]
     axes = ("dp",) if "dp" in case.mesh.names else ()
     for group in dict.fromkeys(tuple(case.mesh.group_of(rank, axes)) for rank in range(case.mesh.size)):
         for name in seen[group[0]].facts[OWNED]:
+            if _is_cut(seen[group[0]].layouts[name], axes):
+                wrong = _keep_their_own(case, seen, whole, group, name)
+                if wrong is not None:
+                    return seen, wrong
+                continue
             own = seen[group[0]].tensors[name]
             assert own is not None
             assert own.values is not None
@@ -40,6 +47,33 @@ def joined(case: TrainStepCase, seen: World) -> tuple[Sequence[Observation], Fin
             for kind in case.kept:
                 _join(whole, group, f"{name}.{kind}", ranges if apart else None, shape)
     return [replace(one, tensors=tensors) for one, tensors in zip(seen, whole, strict=True)], None
+
+
+def _is_cut(layout: Layout, axes: tuple[str, ...]) -> bool:
+    """Whether any of the axes cuts the tensor."""
+    named = (part.axis for part in placements(layout) if isinstance(part, Split))
+    return any(set(axes) & ({axis} if isinstance(axis, str) else set(axis)) for axis in named)
+
+
+def _keep_their_own(
+    case: TrainStepCase, seen: World, whole: list[dict[str, LocalTensor | None]], group: tuple[int, ...], name: str
+) -> Finding | None:
+    """Gives what each rank of the group keeps of a parameter the shape of its own part; or a rank that does not keep
+    all of that, or more."""
+    for rank in group:
+        own = seen[rank].tensors[name]
+        assert own is not None
+        assert own.values is not None
+        shape, size = own.values.shape, own.values.size
+        ranges: Ranges = seen[rank].facts[OWNED][name]
+        message = wrong_owners([ranges], size)
+        if message is not None:
+            place = case.mesh.describe(rank)
+            text = f"{message} of {name}, on {place}, of its own part, which no other rank has: expected exactly one"
+            return Finding("mismatch", text, rank, place, name)
+        for kind in case.kept:
+            _join(whole, (rank,), f"{name}.{kind}", [ranges], shape)
+    return None
 
 
 def _join(

@@ -20,7 +20,7 @@ from harness.train_step_run import run
 from harness.verdict import Finding
 from reference.gpt import GptCase
 from reference.gpt_parameters import owner_of, shapes, tensors
-from reference.layout import Layout, Split, Whole
+from reference.layout import Layout, Split, Whole, window
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
 from reference.mixed_precision_parts import Overflow
@@ -36,26 +36,30 @@ RIGHT = expected(CASE, tensors(MODEL), plan(CASE))
 ROWS = list(shapes(MODEL))
 
 
-def observed(case: TrainStepCase = CASE) -> list[Observation]:
-    """What ranks see that do everything right; masters and state are cut over dp in the middle."""
-    return [_seen(case, rank) for rank in range(case.mesh.size)]
+def observed(case: TrainStepCase = CASE, cut: bool = False) -> list[Observation]:
+    """What ranks see that do everything right; masters and state are cut over dp in the middle, or parameters too, by
+    their rows."""
+    return [_seen(case, rank, cut) for rank in range(case.mesh.size)]
 
 
-def _seen(case: TrainStepCase, rank: int) -> Observation:
+def _seen(case: TrainStepCase, rank: int, cut: bool) -> Observation:
     stage, at = case.mesh.coordinate(rank, "pp"), case.mesh.coordinate(rank, "dp")
     layouts: dict[str, Layout] = {}
     found: dict[str, LocalTensor | None] = {}
     owned = {}
     for name, shape in shapes(case.model).items():
         owner = owner_of(case.model, name)
-        layouts[name] = (Split(0, "pp", tuple(shape[0] * (c == owner) for c in range(2))), Whole())
-        master = _values(f"{name}.master").to(torch.float32)
+        own = Split(0, "dp", rule="chunk") if cut else Whole()
+        layouts[name] = (Split(0, "pp", tuple(shape[0] * (c == owner) for c in range(2))), own)
+        rows = window(shape, own, case.mesh, rank)
+        master = rows.take(_values(f"{name}.master").to(torch.float32))
         half = master.numel() // 2
         start, stop = (0, half) if at == 0 else (half, master.numel())
+        start, stop = (0, master.numel()) if cut else (start, stop)
         for what in (name, *(f"{name}.{kind}" for kind in case.kept)):
             beside = what != name
-            values = _values(what).to(torch.float32) if beside else master.to(torch.bfloat16)
-            values = values.view(-1)[start:stop] if beside else values
+            values = rows.take(_values(what).to(torch.float32)) if beside else master.to(torch.bfloat16)
+            values = values.reshape(-1)[start:stop] if beside else values
             values = values if owner == stage else torch.zeros((0, *shape[1:]))
             found[what] = LocalTensor(values.double().numpy(), "float32" if beside else "bfloat16")
         if owner == stage:
@@ -147,6 +151,42 @@ def test_who_keeps_what() -> None:
     world[rank].facts[OWNED]["norm_weight"] = ((0, 1),)
     (found,) = judged(world)
     assert "no ranks keep element 1 of 4 of norm_weight" in found.message
+
+
+def test_ranks_that_have_parts_of_their_own() -> None:
+    """Five rows on two ranks: three and two, of which each rank keeps all."""
+    assert judged(observed(cut=True)) == ()
+    rank = next(rank for rank in range(4) if CASE.mesh.coordinate(rank, "pp") == 0)
+    for name, owned, words in (
+        ("embedding_weight", ((0, 3),), "no ranks keep element 3 of"),
+        ("embedding_weight", ((0, 24),), "elements 0 to 24 of"),
+        ("embedding_weight", ((0, 4), (0, 12)), "2 ranks keep element 0 of 12 of embedding_weight, on rank"),
+    ):
+        world = observed(cut=True)
+        world[rank].facts[OWNED][name] = owned
+        (found,) = judged(world)
+        assert words in found.message
+
+
+def test_values_of_ranks_that_have_parts_of_their_own() -> None:
+    """One element of one rank's part; and all copies of a tied part."""
+    world = observed(cut=True)
+    rank = next(r for r in range(4) if [CASE.mesh.coordinate(r, axis) for axis in ("pp", "dp")] == [0, 1])
+    held = world[rank].tensors["embedding_weight.momentum"]
+    assert held is not None
+    assert held.values is not None
+    held.values[0] += 1
+    found = judged(world)
+    assert found[0].tensor == "embedding_weight.momentum"
+    assert found[0].index == (3, 0)
+    world = observed(cut=True)
+    for one in world:
+        held = one.tensors["output_weight.momentum"]
+        assert held is not None
+        assert held.values is not None
+        held.values[...] = np.float32(held.values) * np.float32(1 + 2.0**-23)
+    (copies,) = judged(world)
+    assert "embedding_weight.momentum and output_weight.momentum are copies of one weight" in copies.message
 
 
 @pytest.mark.parametrize(
