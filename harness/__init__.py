@@ -6,12 +6,13 @@ The public names. Importing this imports neither torch nor Hypothesis: the comma
 import importlib
 from typing import TYPE_CHECKING
 
-from harness.candidate import Candidate, NotOffered, PartOf, Sharded
+from harness.candidate import Candidate, NotOffered
 from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
+from harness.module import PartOf, Sharded
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer

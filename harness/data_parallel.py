@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from harness.candidate import require_callables
+from harness.module import require_callables
 from reference.layout import Layout, Whole, placements
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.candidate import Sharded
 from harness.drawn import DRAWN, Drawn, Draws, masks_of
 from harness.exercise import Exercise, MicroBatch
 from harness.held import Held, held, require_apart
 from harness.local import Purity, WrongAdapter, WrongResult, as_local, local_tensor, require_like
+from harness.module import Sharded
 from harness.observation import LocalTensor, Observation, Sent
 from harness.session import CandidateRaised, phase
 from harness.wiring import initial, layout_of, require_known, require_parameter, require_sharded

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from harness.candidate import require_callables
+from harness.module import require_callables
 from reference.layout import Layout, placements
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.candidate import PartOf
+    from harness.module import PartOf
 
 
 class Gpt:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.candidate import PartOf
 from harness.local import WrongAdapter, WrongResult, as_local, require_values
+from harness.module import PartOf
 
 
 @dataclass(frozen=True)

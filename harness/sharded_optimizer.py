@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.candidate import require_callables
+from harness.module import require_callables
 
 if TYPE_CHECKING:
     import torch

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.candidate import require_callables
 from harness.gpt import Gpt
+from harness.module import require_callables
 from reference.layout import Layout
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.candidate import PartOf
+    from harness.module import PartOf
 
 
 class Trainer(Gpt):

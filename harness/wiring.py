@@ -9,10 +9,10 @@ import reprlib
 
 import torch
 
-from harness.candidate import Sharded
 from harness.exercise import Names
 from harness.held import Held
 from harness.local import WrongAdapter, WrongResult, local_tensor, require_values
+from harness.module import Sharded
 from harness.observation import LocalTensor
 from reference.layout import Layout, layout_text
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from harness.candidate import NotOffered, Sharded
+from harness.candidate import NotOffered
 from harness.candidates import (
     megatron_clip,
     megatron_data_parallel,
@@ -34,6 +34,7 @@ from harness.clip import Clipper
 from harness.data_parallel import DataParallel
 from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
+from harness.module import Sharded
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.stages import StageModule

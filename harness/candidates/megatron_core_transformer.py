@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from harness.candidate import NotOffered, PartOf, Sharded
+from harness.candidate import NotOffered
 from harness.candidates.megatron_core_on_cpu import Generator
+from harness.module import PartOf, Sharded
 from reference.attention import visible_keys
 from reference.layout import Split, Whole
 from reference.traffic import Transfer, gathers, reduce_scatters

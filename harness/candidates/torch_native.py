@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from harness.candidate import Sharded
 from harness.candidates import torch_collectives as collectives
 from harness.candidates import torch_schedules as schedules
 from harness.candidates import torch_transformer as transformer
@@ -41,6 +40,7 @@ from harness.data_parallel import DataParallel
 from harness.groups import device_mesh
 from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
+from harness.module import Sharded
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 import strategies.all_reduce
-from harness.candidate import Candidate, NotOffered, Sharded
+from harness.candidate import Candidate, NotOffered
 from harness.exercise import Names
 from harness.find import Spec
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, permuted, require_like
+from harness.module import Sharded
 from harness.observation import REFUSED, Observation, Sent
 from harness.oracle.patterns.evidence import Suspect
 from harness.properties.all_reduce_suspects import suspects

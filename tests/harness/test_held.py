@@ -9,9 +9,9 @@ import torch
 from trials import BAD, GOOD, bench, candidate, judge, only_finding
 
 from harness import verify
-from harness.candidate import PartOf
 from harness.held import held
 from harness.local import WrongAdapter
+from harness.module import PartOf
 from reference.linear import LinearCase
 
 

@@ -23,7 +23,7 @@ import strategies.schedule
 import strategies.sharded_optimizer
 import strategies.train_step
 import strategies.transformer
-from harness.candidate import Candidate, NotOffered, Sharded
+from harness.candidate import Candidate, NotOffered
 from harness.candidates.builtin import (
     clip,
     data_parallel,
@@ -42,6 +42,7 @@ from harness.data_parallel import DataParallel
 from harness.gpt import Gpt
 from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
+from harness.module import Sharded
 from harness.pipeline import Pipeline
 from harness.schedule import PipelineSchedule
 from harness.sharded_optimizer import ShardedOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.candidate import Sharded
+from harness.module import Sharded
 from reference.cross_entropy import CrossEntropyCase
 from reference.embedding import EmbeddingCase
 from reference.layout import Split, Whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.candidate import Sharded
+from harness.module import Sharded
 from reference.all_reduce import AllReduceCase
 from reference.collectives import CollectivesCase
 from reference.traffic import Transfer

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.candidate import Sharded
+from harness.module import Sharded
 from reference.attention import visible_keys
 from reference.layout import Layout, Split, Whole
 from reference.transformer import TransformerCase, shapes

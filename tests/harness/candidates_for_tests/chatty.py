@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from harness.candidate import Sharded
 from harness.candidates.builtin import Builtin
+from harness.module import Sharded
 from reference.linear import LinearCase
 from reference.transformer import TransformerCase
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.candidate import Sharded
 from harness.candidates.builtin import Builtin
+from harness.module import Sharded
 from reference.collectives import CollectivesCase
 
 #: Seconds: longer than a sum takes on a machine that is not overloaded, shorter than many a delay.

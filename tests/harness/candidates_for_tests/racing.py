@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.candidate import Sharded
 from harness.candidates.builtin import Builtin
+from harness.module import Sharded
 from reference.collectives import CollectivesCase
 from reference.traffic import Transfer
 
