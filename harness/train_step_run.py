@@ -11,6 +11,7 @@ import torch
 
 from harness.candidate import NotOffered
 from harness.drawn import DRAWN
+from harness.find import Spec
 from harness.gpt_draws import Dropouts, Masks
 from harness.gpt_steps import Running, layout_of
 from harness.held import Held
@@ -19,13 +20,28 @@ from harness.mixed_precision_reading import Ranges, Read, decisions, moved, numb
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN
 from harness.observation import LocalTensor, Observation
 from harness.saved import through_a_file
-from harness.session import phase
+from harness.session import Session, phase
 from harness.train_step import Trainer
+from harness.world import RankContext
 from reference.gpt_parameters import tokens, valid_tokens
 from reference.layout import Layout, window
 from reference.train_step import TrainStepCase
 
 Build = Callable[[TrainStepCase], object]
+
+
+def builder(context: RankContext, spec: Spec) -> Build:
+    """How the candidate builds its trainer on this rank."""
+    session = Session.of(context, spec)
+
+    def build(asked: TrainStepCase) -> object:
+        # Where ranks along dp train alone, they are on another mesh.
+        candidate = session.on(asked.mesh)
+        if not candidate.offers("train_step"):
+            raise NotOffered(f"{spec.text} has no train_step")
+        return candidate.train_step(asked)
+
+    return build
 
 
 def run(case: TrainStepCase, rank: int, build: Build) -> Observation:

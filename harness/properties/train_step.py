@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import strategies.train_step
-from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
@@ -18,8 +17,7 @@ from harness.properties.modules import explanation, wanted
 from harness.properties.tensors import Form, Want, judge_tensors, other_bits
 from harness.properties.train_step_kept import joined, judge_masters
 from harness.properties.train_step_suspects import suspects
-from harness.session import Session
-from harness.train_step_run import run
+from harness.train_step_run import builder, run
 from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.gpt_dropout import Masks
@@ -31,16 +29,7 @@ from reference.train_step_expected import expected, plan
 
 def on_rank(context: RankContext, spec: Spec, case: TrainStepCase) -> Observation:
     """Builds this rank's trainer, and has it make the steps."""
-    session = Session.of(context, spec)
-
-    def build(asked: TrainStepCase) -> object:
-        # Where ranks along dp train alone, they are on another mesh.
-        candidate = session.on(asked.mesh)
-        if not candidate.offers("train_step"):
-            raise NotOffered(f"{spec.text} has no train_step")
-        return candidate.train_step(asked)
-
-    return run(case, context.rank, build)
+    return run(case, context.rank, builder(context, spec))
 
 
 def runs(case: TrainStepCase, description: Description) -> Sequence[TrainStepCase]:

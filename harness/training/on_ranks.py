@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.local import Purity
 from harness.mixed_precision_steps import MOVED, SEEN
 from harness.observation import Observation
-from harness.session import Session
-from harness.train_step_run import Run
+from harness.train_step_run import Run, builder
 from harness.world import RankContext
 from reference.train_step import TrainStepCase
 
@@ -31,15 +29,7 @@ class Part:
 
 def begin(context: RankContext, spec: Spec, case: TrainStepCase) -> None:
     """Builds this rank's trainer."""
-    session = Session.of(context, spec)
-
-    def build(asked: TrainStepCase) -> object:
-        candidate = session.on(asked.mesh)
-        if not candidate.offers("train_step"):
-            raise NotOffered(f"{spec.text} has no train_step")
-        return candidate.train_step(asked)
-
-    run = context.state[_RUN] = Run(case, context.rank, build)
+    run = context.state[_RUN] = Run(case, context.rank, builder(context, spec))
     run.begin()
 
 
