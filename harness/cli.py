@@ -264,7 +264,13 @@ def schedule(
 @click.option("--length", default=32, show_default=True, help="Bytes of a sequence.")
 @click.option("--batch", default=8, show_default=True, help="Sequences of a step, over all data-parallel ranks.")
 @click.option("--micro-batches", default=2, show_default=True, help="Of each data-parallel rank.")
-@click.option("--lr", default=2.0**-9, show_default=True, help="Learning rate, after a warm-up of 20 steps.")
+@click.option(
+    "--lr",
+    type=click.FloatRange(0, min_open=True),
+    default=2.0**-9,
+    show_default=True,
+    help="Learning rate, after a warm-up of 20 steps.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the batches.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it into FILE (needs matplotlib).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the curves to FILE.")

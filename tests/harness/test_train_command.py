@@ -187,7 +187,7 @@ def test_a_candidate_without_a_trainer() -> None:
         (["--mesh", "dp=2", "--micro-batches", "5"], "expected a multiple of 2, and at least 10"),
         (["--mesh", "dp=1000", "--batch", "2000"], "more than this machine allows"),
         (["--length", "100000000"], "expected less than the"),
-        (["--lr", "0"], "expected a learning rate above 0"),
+        (["--lr", "0"], "is not in the range x>0"),
         (["--deadline", "0"], "deadline is 0.0"),
         (["nobody"], "nobody"),
     ],

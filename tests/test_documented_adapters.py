@@ -1,0 +1,119 @@
+"""The whole adapters of docs/plugging-in.md, as they stand there, around code that is right: they hold."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from harness import verify
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "plugging-in.md"
+
+#: What the documentation leaves to the reader.
+CODE = """
+import math
+
+import torch
+import torch.distributed as dist
+
+from harness import Candidate, Clipper, LossScaler, MixedPrecision, NotOffered, new_group
+
+
+class MyScaler:
+    def __init__(self, scale, growth, interval, backoff, hysteresis=1, moves=True):
+        self.scale, self.good, self.left = scale, 0, hysteresis
+        self.growth, self.interval, self.backoff = growth, interval, backoff
+        self.hysteresis, self.moves = hysteresis, moves
+
+    def update(self, found):
+        if not self.moves:
+            return found
+        self.good = 0 if found else self.good + 1
+        if found:
+            self.left = max(0, self.left - 1)
+            self.scale *= 1 if self.left else self.backoff
+        elif self.good >= self.interval:
+            self.scale, self.good, self.left = self.scale * self.growth, 0, self.hysteresis
+        return found
+
+    def state_dict(self):
+        return {name: getattr(self, name) for name in ("scale", "good", "left")}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def my_clip(parameters, sharded, limit, p, group):
+    own = torch.zeros(2, dtype=torch.float64)
+    for parameter, cut in zip(parameters, sharded):
+        if parameter.grad is not None and parameter.grad.numel():
+            x = parameter.grad.double().abs()
+            own[int(cut)] = max(own[int(cut)], x.max()) if p == math.inf else own[int(cut)] + (x**p).sum()
+    if group is not None:
+        dist.all_reduce(own[1:], op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
+    norm = float(own.max() if p == math.inf else own.sum() ** (1 / p))
+    if norm > limit:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.double() * (limit / norm))
+    return norm
+
+
+class MyOptimizer:
+    def __init__(self, parameters, scaler, data, everyone, lr, momentum, decay):
+        self.parameters, self.scaler, self.data, self.everyone = parameters, scaler, data, everyone
+        self.copy_model_to_masters()
+        self.optimizer = torch.optim.SGD(self.masters, lr, momentum, weight_decay=decay)
+
+    def copy_model_to_masters(self):
+        values = [p.detach().float().clone() for p in self.parameters]
+        if not hasattr(self, "masters"):
+            self.masters = values
+        for master, value in zip(self.masters, values):
+            master.copy_(value)
+
+    def master_of(self, parameter):
+        return next(m for p, m in zip(self.parameters, self.masters) if p is parameter).flatten()
+
+    def step(self):
+        found = torch.zeros(())
+        for parameter, master in zip(self.parameters, self.masters):
+            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+            if self.data is not None:
+                dist.all_reduce(master.grad, group=self.data)
+                master.grad /= self.data.size()
+            master.grad /= self.scaler.scale
+            found = torch.maximum(found, (~master.grad.isfinite()).any().float())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        if not self.scaler.update(bool(found)):
+            self.optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(self.parameters, self.masters):
+                    parameter.copy_(master)
+        return bool(found)
+
+
+"""
+
+
+def adapter_of(heading: str) -> str:
+    """The first block of code under it."""
+    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    lines = section.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    class Mine(Candidate):"))
+    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    return textwrap.dedent("\n".join(lines[start:end]))
+
+
+@pytest.mark.parametrize(
+    ("heading", "subject"),
+    [("LossScaler", "loss_scale"), ("Clipper", "clip"), ("MixedPrecision", "mixed_precision")],
+)
+def test_the_adapter_of_the_documentation_holds(heading: str, subject: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CODE + adapter_of(heading))
+    done = verify(f"{tmp_path / 'mine.py'}:Mine", subjects=[subject], examples=25, seed=1, max_world=2, save=None)
+    (row,) = done.rows
+    messages = [finding.message for failure in row.failures for finding in failure.verdict.findings]
+    assert row.result == "held", (row.note, messages)
