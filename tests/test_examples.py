@@ -70,16 +70,18 @@ def test_the_readme_shows_the_examples() -> None:
 
 
 def test_the_readme_names_commands_and_options_that_exist() -> None:
-    named = re.findall(r"shardproof (verify|replay|list|mesh|schedule|doctor)\b([^\n`]*)", README)
+    named = re.findall(r"shardproof (verify|replay|list|mesh|schedule|train|doctor)\b([^\n`]*)", README)
     assert (
         {command for command, _ in named}
-        == {"verify", "replay", "list", "mesh", "schedule", "doctor"}
+        == {"verify", "replay", "list", "mesh", "schedule", "train", "doctor"}
         == set(main.commands)
     )
     for command, rest in named:
         known = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[\w-]+", rest)) <= known, rest
-    both = [p for name in ("verify", "schedule") for p in main.commands[name].params if isinstance(p, click.Option)]
+    both = [
+        p for name in ("verify", "schedule", "train") for p in main.commands[name].params if isinstance(p, click.Option)
+    ]
     options = re.findall(r"`(--[\w-]+)(?: \w+)?`", README)
     assert options
     assert set(options) <= {option for p in both for option in p.opts}
