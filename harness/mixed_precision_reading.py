@@ -61,8 +61,13 @@ def owned(optimizer: MixedPrecision, name: str, parameter: nn.Parameter) -> Rang
     """The elements of a parameter whose master and state this rank keeps."""
     if optimizer.owned is None or not parameter.requires_grad:
         return ((0, parameter.numel()),)
+    return ranges_of(name, optimizer.owned)
+
+
+def ranges_of(name: str, owned: Callable[[str], Any]) -> Ranges:
+    """What ``owned`` says of a parameter. Raises WrongAdapter for what are no ranges."""
     with phase(f"owned({name!r})"):
-        said: Any = optimizer.owned(name)
+        said = owned(name)
     try:
         return tuple((int(start), int(stop)) for start, stop in said)
     except (TypeError, ValueError):

@@ -16,7 +16,7 @@ from harness.gpt_draws import Dropouts, Masks
 from harness.gpt_steps import Running, layout_of
 from harness.held import Held
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number
+from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN
 from harness.observation import LocalTensor, Observation
 from harness.saved import through_a_file
@@ -218,14 +218,7 @@ class Run:
     def _owned(self, part: _Part, name: str) -> Ranges:
         if part.trainer.owned is None:
             return ((0, part.parameters[name].local().numel()),)
-        with phase(f"owned({name!r})"):
-            said: Any = part.trainer.owned(name)
-        try:
-            return tuple((int(start), int(stop)) for start, stop in said)
-        except (TypeError, ValueError):
-            raise WrongAdapter(
-                f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of elements"
-            ) from None
+        return ranges_of(name, part.trainer.owned)
 
     def _tensors_kept(self, part: _Part, layouts: dict[str, Layout]) -> dict[str, LocalTensor | None]:
         """Everything there is; of parameters on other stages, tensors without elements."""
