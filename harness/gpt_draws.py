@@ -18,6 +18,9 @@ from reference.gpt import GptCase
 from reference.gpt_dropout import mask_layout, mask_shape, places
 from reference.layout import window
 
+#: How far a probability below 1 is moved where it is stored in bf16: its unit roundoff.
+_STORED = 2.0**-9
+
 #: By micro-batch and place.
 Masks = dict[tuple[int, str], Drawn]
 
@@ -73,7 +76,7 @@ class Dropouts:
             shape = window(mask_shape(case, place, m), mask_layout(case, place), case.mesh, self._rank).shape
             if one.ones.size != math.prod(shape):
                 raise WrongResult(f"{where} drew a mask of shape {one.ones.shape} for {place}; expected {shape}")
-            if min(abs(one.p - case.dropout), abs(one.p - (1 - case.dropout))) > 2**-20:
+            if min(abs(one.p - case.dropout), abs(one.p - (1 - case.dropout))) > _STORED:
                 raise WrongResult(
                     f"{where} drew the mask of {place} with probability {one.p:g}; expected {case.dropout:g}, or "
                     f"{1 - case.dropout:g} for what is kept"

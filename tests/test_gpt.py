@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from harness import Gpt, NotOffered, Split, cases, check
 from harness.candidates.builtin import Builtin
+from harness.drawn import DRAWN
 from harness.gpt_steps import run
 from harness.local import WrongAdapter, WrongResult
 from harness.observation import Observation
@@ -208,6 +209,14 @@ def test_an_adapter_that_is_wrong_is_told_so(what: str) -> None:
     build, kind, words = {**WRONG, **WRONGLY_DROPPED}[what]
     with pytest.raises(kind, match=words):
         run(replace(ONE, dropout=0.1 * (what in WRONGLY_DROPPED)), 0, build)
+
+
+def test_a_probability_may_have_been_stored_in_bf16() -> None:
+    """0.9 there is 0.8984."""
+    p = float(torch.tensor(0.9, dtype=torch.bfloat16))
+    assert abs(p - 0.9) > 1e-3
+    seen = run(replace(ONE, dropout=0.1), 0, lambda: dropping((0, 0), size=8, p=p))
+    assert seen.facts[DRAWN][0][0, "embedded"].p == p
 
 
 def test_what_a_step_changes_is_seen() -> None:
