@@ -169,7 +169,7 @@ class Bench:
             history += tuple(label for label in outcome.history if label != _DESCRIBE)
             if outcome.kind != "ok":
                 self._opened.pop(subject.world(run), None)  # its processes are replaced
-                return _failed(outcome, mesh, history)
+                return _failed(subject, run, outcome, mesh, history)
             worlds.append(outcome.values())
         differ = _layouts_differ(case, worlds[0])
         if differ is not None:
@@ -217,11 +217,15 @@ def is_close(verdict: Verdict) -> bool:
     return any(found.kind == "mismatch" for found in verdict.findings) and 0 < max(statistics) < _CLOSE
 
 
-def _failed(outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
+def _failed(subject: Property, run: Any, outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
     rejection = rejection_of(outcome)
     if rejection is not None:
         return Trial(Verdict(rejected=rejection), history)
-    return Trial(Verdict(tuple(findings_of(outcome, mesh))), history)
+    found = findings_of(outcome, mesh)
+    where = subject.stuck(run, outcome.told) if found[0].kind != "harness" else None
+    if where is not None:
+        found[0] = replace(found[0], message=f"{found[0].message}; {where}")
+    return Trial(Verdict(tuple(found)), history)
 
 
 def _opened(run: Any, world: int) -> Any:

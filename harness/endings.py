@@ -40,7 +40,7 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
     size = len(outcome.ranks)
     if died:
         rank, ending = died[0]
-        message = f"{_ranks([r for r, _ in died], size)} died: {ending.description}"
+        message = f"{name_ranks([r for r, _ in died], size)} died: {ending.description}"
         last = [f"rank {r} died, last collective: {e.last_collective or 'none'}" for r, e in died]
         saw = [f"rank {r} raised {e.type_name}: {e.message.partition(chr(10))[0]}" for r, e in raised]
         words = "what a process said as it died, such as gloo's reason, is on stderr"
@@ -53,11 +53,13 @@ def findings_of(outcome: Outcome, mesh: Mesh | None) -> list[Finding]:
         alike = [r for r, e in raised if e.message.partition("\n")[0] == first]
         kind = _KINDS.get(_name(error), "harness")
         traced = [error.traceback if kind == "harness" else rest, *map(_waiting, blocked)]
-        return [_finding(kind, _said(error, first, _ranks(alike, size)), rank, mesh, "\n".join(filter(None, traced)))]
+        return [
+            _finding(kind, _said(error, first, name_ranks(alike, size)), rank, mesh, "\n".join(filter(None, traced)))
+        ]
     rank = blocked[0][0]
     returned = [r for r in range(size) if r not in dict(blocked)]
-    who = f"{_ranks([r for r, _ in blocked], size)} did not finish" if returned else "no rank finished"
-    others = f"; {_ranks(returned, size)} did" if returned else ""
+    who = f"{name_ranks([r for r, _ in blocked], size)} did not finish" if returned else "no rank finished"
+    others = f"; {name_ranks(returned, size)} did" if returned else ""
     message = f"{who}: given up after {outcome.seconds:.1f} s{others}"
     return [_finding("hang", message, rank, mesh, _blocked_details(blocked))]
 
@@ -106,7 +108,8 @@ def _name(raised: Raised) -> str:
     return raised.type_name.rpartition(".")[2]
 
 
-def _ranks(ranks: list[int], size: int) -> str:
+def name_ranks(ranks: list[int], size: int) -> str:
+    """Those of so many: ``rank 1``, ``ranks 0, 2`` or ``every rank``."""
     if len(ranks) == size and size > 1:
         return "every rank"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

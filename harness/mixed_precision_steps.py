@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,16 +33,21 @@ from reference.mixed_precision_steps import Tensors, handed
 #: The facts of an observation: for each step what was decided, by name; for each step and parameter, the ranges that
 #: the rank keeps; and for each step what has other bits than before it.
 SEEN, OWNED, MOVED = "seen", "owned", "moved"
+#: What a rank tells of a step that it has finished.
+SKIPPED, MADE = "s", "m"
 
 Build = Callable[[MixedPrecisionCase, Parameters], object]
+Tell = Callable[[str], None]
 
 
-def run(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -> Observation:
-    """Builds the optimizer, makes every step, and reads decisions, parameters, masters and state.
+def run(
+    case: MixedPrecisionCase, given: Tensors, rank: int, build: Build, tell: Tell = lambda text: None
+) -> Observation:
+    """Builds the optimizer, makes every step, and reads decisions, parameters, masters and state. tell: see `decided`.
 
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return _Run(case, given, rank, build).all()
+    return _Run(case, given, rank, build, tell).all()
 
 
 def attempt(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -> Observation:
@@ -68,12 +73,18 @@ def attempt(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -
     return Observation(facts={REFUSED: None})
 
 
+def decided(seen: Sequence[Mapping[str, Any]]) -> str:
+    """What a rank tells after each step, for `RankContext.tell`: a letter for each so far."""
+    return "".join(SKIPPED if one["skipped"] else MADE for one in seen)
+
+
 @dataclass
 class _Run:
     case: MixedPrecisionCase
     given: Tensors
     rank: int
     build: Build
+    tell: Tell = lambda text: None
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
@@ -97,6 +108,7 @@ class _Run:
                 said = reprlib.repr(skipped)
                 raise WrongResult(f"step returned {said}; expected whether the step was skipped, a bool")
             self.seen.append({"by": scale, "skipped": skipped, **decisions(optimizer)})
+            self.tell(decided(self.seen))
             after = reading(case, parameters, optimizer)
             self.moved_in.append(moved(before, after))
             self.owned[step] = {name: owned(optimizer, name, p) for name, p in parameters.items()}

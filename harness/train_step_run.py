@@ -17,7 +17,7 @@ from harness.gpt_steps import Running, layout_of
 from harness.held import Held
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
 from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of
-from harness.mixed_precision_steps import MOVED, OWNED, SEEN
+from harness.mixed_precision_steps import MOVED, OWNED, SEEN, Tell, decided
 from harness.observation import LocalTensor, Observation
 from harness.saved import through_a_file
 from harness.session import Session, phase
@@ -44,14 +44,14 @@ def builder(context: RankContext, spec: Spec) -> Build:
     return build
 
 
-def run(case: TrainStepCase, rank: int, build: Build) -> Observation:
+def run(case: TrainStepCase, rank: int, build: Build, tell: Tell = lambda text: None) -> Observation:
     """Builds the trainer, gives it its parameters, makes every step, and reads decisions, losses and norms of each, and
     all values at the end.
 
-    build: called with the case as the ranks are to work on it, again where a state is loaded.
+    build: called with the case as the ranks are to work on it, again where a state is loaded. tell: see `decided`.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return Run(case, rank, build).all()
+    return Run(case, rank, build, tell).all()
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Run:
     case: TrainStepCase
     rank: int
     build: Build
+    tell: Tell = lambda text: None
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     moved_in: list[list[str]] = field(default_factory=list)
@@ -162,6 +163,7 @@ class Run:
                 f"skipped returned {reprlib.repr(skipped)}; expected whether the step was skipped, a bool"
             )
         self.seen.append({"by": scale, "skipped": skipped, **decisions(trainer)})
+        self.tell(decided(self.seen))
         now = self.reading(part)
         self.moved_in.append(moved(self.last, now))
         self.last = now

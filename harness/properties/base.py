@@ -64,6 +64,8 @@ class Property:
     expected: what one process computes, made in the parent while the ranks run. careful: the same with more effort, for
     the last word on a case whose numbers are little beyond what is expected; None where nothing is estimated.
     judge: ``judge(case, description, expected, worlds)`` gives the verdict, its findings gravest first.
+    stuck: ``stuck(case, told)`` says, of a run that ended as a hang, a crash or an exception, how far the ranks were,
+    from what each told last (`RankContext.tell`); None where that says nothing.
     uses_dtype: whether ``--dtype`` restricts it. preload: modules that ranks may import on their way, and each anew
     where they are not there when it starts.
     """
@@ -80,6 +82,7 @@ class Property:
     judge: Callable[[Any, Description, Any, Sequence[World]], Verdict]
     careful: Callable[[Any], Any] = lambda case: None
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
+    stuck: Callable[[Any, Sequence[str | None]], str | None] = lambda case, told: None
     uses_dtype: bool = True
     preload: tuple[str, ...] = ()
 

@@ -14,7 +14,7 @@ from harness.mixed_precision_steps import attempt, run
 from harness.observation import Observation
 from harness.oracle.compare import same_bits
 from harness.properties.base import Description, Property, World
-from harness.properties.mixed_precision_decisions import judge_decisions
+from harness.properties.mixed_precision_decisions import judge_decisions, stuck
 from harness.properties.mixed_precision_masters import joined, judge_copies, judge_masters
 from harness.properties.mixed_precision_suspects import suspects
 from harness.properties.modules import explanation, wanted
@@ -36,7 +36,7 @@ def on_rank(context: RankContext, spec: Spec, case: MixedPrecisionCase) -> Obser
     given = tensors(case)
     if case.invalid:
         return attempt(case, given, context.rank, candidate.mixed_precision)
-    return run(case, given, context.rank, candidate.mixed_precision)
+    return run(case, given, context.rank, candidate.mixed_precision, context.tell)
 
 
 def runs(case: MixedPrecisionCase, description: Description) -> Sequence[MixedPrecisionCase]:
@@ -132,4 +132,5 @@ MIXED_PRECISION = Property(
     careful=lambda case: None if case.invalid or case.exact else _expected(case, careful=True),
     judge=judge,
     runs=runs,
+    stuck=lambda case, told: None if case.invalid else stuck(case, plan(case, tensors(case)), told),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.mixed_precision_steps import MOVED, SEEN
+from harness.endings import name_ranks
+from harness.mixed_precision_steps import MOVED, SEEN, SKIPPED
 from harness.properties.base import World
 from harness.verdict import Finding
 from reference.mixed_precision import MixedPrecisionCase
@@ -30,6 +31,27 @@ def judge_decisions(case: Case, plans: Sequence[Planned], seen: World) -> Iterat
         if found:
             yield from found
             return
+
+
+def stuck(case: Case, plans: Sequence[Planned], told: Sequence[str | None]) -> str | None:
+    """Who did what in the first step that a rank decided wrongly, or that some ranks finished and others did not; None
+    where there is none. told: `harness.mixed_precision_steps.decided` of each rank."""
+    decided = [[letter == SKIPPED for letter in text or ""] for text in told]
+    step = next((i for i, one in enumerate(plans) if not _alike(one, [steps[i : i + 1] for steps in decided])), None)
+    if step is None:
+        return None
+    due = "skipped" if plans[step].skipped else "made"
+    ranks: dict[str, list[int]] = {"skipped it": [], "made it": [], "had not finished it": []}
+    for rank, steps in enumerate(decided):
+        did = "had not finished it" if len(steps) == step else "skipped it" if steps[step] else "made it"
+        ranks[did].append(rank)
+    said = [f"{name_ranks(those, len(told))} {did}" for did, those in ranks.items() if those]
+    return f"step {step} is to be {due} ({_cause(case, step, plans[step])}): {', '.join(said)}"
+
+
+def _alike(planned: Planned, did: Sequence[Sequence[bool]]) -> bool:
+    """Whether no rank has finished the step, or all have, and have decided as they should."""
+    return not any(did) or all(list(one) == [planned.skipped] for one in did)
 
 
 def _wrong_in(case: Case, step: int, planned: Planned, seen: World) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from harness.observation import Observation
 from harness.properties.base import Description, Property, World
 from harness.properties.gpt import copies_differ, loss_cut
 from harness.properties.gpt_dropout import judge_with_masks
-from harness.properties.mixed_precision_decisions import judge_decisions
+from harness.properties.mixed_precision_decisions import judge_decisions, stuck
 from harness.properties.modules import explanation, wanted
 from harness.properties.tensors import Form, Want, judge_tensors, other_bits
 from harness.properties.train_step_kept import joined, judge_masters
@@ -29,7 +29,7 @@ from reference.train_step_expected import expected, plan
 
 def on_rank(context: RankContext, spec: Spec, case: TrainStepCase) -> Observation:
     """Builds this rank's trainer, and has it make the steps."""
-    return run(case, context.rank, builder(context, spec))
+    return run(case, context.rank, builder(context, spec), context.tell)
 
 
 def runs(case: TrainStepCase, description: Description) -> Sequence[TrainStepCase]:
@@ -106,4 +106,5 @@ TRAIN_STEP = Property(
     careful=lambda case: None if case.model.dropout else _expected(case, careful=True),
     judge=judge,
     runs=runs,
+    stuck=lambda case, told: stuck(case, plan(case), told),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,14 @@ class RankContext:
 
     rank, world_size: of the default group, which is initialised. state: kept from job to job as long as these
     processes live, for what is costly to make (groups, candidates). traffic: sees the collectives of this job.
+    tell: ``tell(text)`` leaves a text that outlives the rank, in place of the last one: of a job that does not end well
+    the `Outcome` has it, where the rank is stuck or dead too.
     """
 
     rank: int
     world_size: int
     traffic: Recorder
+    tell: Callable[[str], None]
     state: dict[Any, Any] = field(default_factory=dict)
 
 

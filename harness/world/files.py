@@ -32,19 +32,21 @@ def path_of(fd: int) -> str | None:
 
 
 class Slots:
-    """Shared memory with one line of text a rank, for what must be readable while the rank is stuck.
+    """Shared memory with two texts a rank, for what must be readable while the rank is stuck: the last collective that
+    it began, and what its job tells.
 
     Each rank writes its own; the parent reads when ranks are stuck, so a text that is torn by a running rank is
     possible and harmless.
     """
 
     def __init__(self, fd: int, ranks: int) -> None:
-        self._memory = mmap.mmap(fd, ranks * SLOT_BYTES)
+        self._ranks = ranks
+        self._memory = mmap.mmap(fd, 2 * ranks * SLOT_BYTES)
 
     @staticmethod
     def create(ranks: int) -> int:
         """The file for so many ranks."""
-        return nameless("slots", ranks * SLOT_BYTES)
+        return nameless("slots", 2 * ranks * SLOT_BYTES)
 
     def write(self, rank: int, text: str) -> None:
         """Replaces the rank's text, cut to what fits, and counts it."""
@@ -57,6 +59,14 @@ class Slots:
     def clear(self, rank: int) -> None:
         """The rank has no text."""
         _HEAD.pack_into(self._memory, rank * SLOT_BYTES, self.count(rank), 0)
+
+    def tell(self, rank: int, text: str) -> None:
+        """Replaces what the rank's job tells; an empty text for nothing. It is no progress."""
+        self.write(self._ranks + rank, text)
+
+    def told(self, rank: int) -> str | None:
+        """What the rank's job told last."""
+        return self.read(self._ranks + rank)
 
     def read(self, rank: int) -> str | None:
         """The rank's text; None for none."""

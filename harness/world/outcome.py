@@ -58,12 +58,14 @@ class Outcome:
     """How a job ended.
 
     ranks: one ending a rank. seconds: from the moment the job was with ready ranks to the last ending; for a job that
-    is ok, the time of its slowest rank. history: the labels of the jobs that ran before it in the same processes.
+    is ok, the time of its slowest rank. history: the labels of the jobs that ran before it in the same processes. told:
+    what each rank told last with `RankContext.tell`, None for nothing; empty for a job that is ok.
     """
 
     ranks: tuple[Ending, ...]
     seconds: float
     history: tuple[str, ...] = ()
+    told: tuple[str | None, ...] = ()
 
     @property
     def kind(self) -> Kind:

@@ -59,7 +59,8 @@ def wait(crew: Crew, job: Job, quiet: float) -> tuple[Outcome, bool]:
     given_up = bool(waiting)
     if given_up:
         _give_up(crew, answers)
-    outcome = Outcome(answers.in_order(), time.monotonic() - began, job.history)
+    told = tuple(crew.slots.told(rank) for rank in range(crew.world_size))
+    outcome = Outcome(answers.in_order(), time.monotonic() - began, job.history, told)
     if outcome.kind == "ok":
         outcome = Outcome(outcome.ranks, max(answers.seconds), job.history)
     return outcome, outcome.kind == "ok" and not given_up and not answers.spoiled

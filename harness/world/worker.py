@@ -63,7 +63,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
     except BaseException as error:
         _answer(link, "failed", _raised(error))
         os._exit(1)
-    context = RankContext(rank, world_size, recorder)
+    context = RankContext(rank, world_size, recorder, lambda text: slots.tell(rank, text))
     _answer(link, "ready", None)
     while True:
         try:
@@ -72,6 +72,7 @@ def work(fds: list[int], rank: int, world_size: int, path: list[str], folder: st
             os._exit(0)  # the parent wants no more of us
         base.restore()
         slots.clear(rank)
+        slots.tell(rank, "")
         recorder.clear()
         delays = Delays(job["delays"])
         sys.path[:] = job["path"]

@@ -364,3 +364,20 @@ def seconds_of_an_all_reduce(context: RankContext) -> float:
     began = time.monotonic()
     dist.all_reduce(torch.ones(3))
     return time.monotonic() - began
+
+
+def tells(context: RankContext, ending: str) -> None:
+    context.tell("too early to be read")
+    context.tell(f"rank {context.rank} is here")
+    if context.rank == 0:
+        return
+    match ending:
+        case "hang":
+            dist.recv(torch.ones(1), 0)
+        case "raise":
+            raise ValueError("the shape is wrong")
+        case "die":
+            os._exit(3)
+        case "silence":
+            context.tell("")
+            os._exit(3)

@@ -47,6 +47,18 @@ def test_an_exception_while_others_wait(pair: Pool) -> None:
         outcome.values()
 
 
+@pytest.mark.parametrize(("ending", "kind"), [("hang", "hang"), ("raise", "error"), ("die", "crash")])
+def test_what_ranks_told_outlives_them(pair: Pool, ending: str, kind: str) -> None:
+    outcome = pair.run(on_rank.tells, ending)
+    assert (outcome.kind, outcome.told) == (kind, ("rank 0 is here", "rank 1 is here"))
+
+
+def test_what_ranks_told_is_their_jobs(pair: Pool) -> None:
+    assert pair.run(on_rank.total, 0.0).told == (), "nobody asks where nothing is wrong"
+    assert pair.run(on_rank.tells, "silence").told == ("rank 0 is here", None)
+    assert pair.run(on_rank.raises_on_rank_1, "value").told == (None, None)
+
+
 def test_exceptions_on_every_rank_are_all_reported(pools: Pools) -> None:
     outcome = pools.get(3).run(on_rank.all_raise)
     assert [raised(outcome, rank).message for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]

@@ -88,4 +88,9 @@ def test_slots_hold_one_text_a_rank() -> None:
     assert (slots.read(1), slots.count(1)) == ("short", 2)
     slots.clear(1)
     assert (slots.read(1), slots.count(1)) == (None, 2)
+    slots.tell(0, "what its job tells")
+    assert (slots.told(0), slots.told(1), slots.read(1)) == ("what its job tells", None, None)
+    assert slots.count(0) == 1, "telling is no progress"
+    slots.tell(0, "")
+    assert (slots.told(0), slots.read(0)) == (None, "zero")
     slots.close()
