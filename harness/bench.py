@@ -16,7 +16,7 @@ from harness.oracle.soundness import UnsoundReference
 from harness.preload import modules
 from harness.properties.base import Description, Property, World
 from harness.verdict import Finding, Verdict
-from harness.world import Outcome, Pool, Pools, warm_up
+from harness.world import Outcome, Pending, Pool, Pools, warm_up
 from harness.world.delays import Which, chosen
 from reference.codec import encode
 from reference.layout import layout_text
@@ -148,6 +148,12 @@ class Bench:
         """Runs the case in the processes there are, and believes what comes out."""
         return replace(self._once(subject, case, delays), delays=delays)
 
+    def _started(self, subject: Property, run: Any, delays: int, *more: Any) -> Pending:
+        world = subject.world(run)
+        pool = self._pool_for(world, _opened(run, world))
+        label = json.dumps(encode(run))
+        return pool.start(subject.on_rank, self.spec, run, *more, label=label, delays=delays)
+
     def _once(self, subject: Property, case: Any, delays: int) -> Trial:
         warm_up(subject.preload)  # for ranks that start from now on
         runs = tuple(subject.runs(case, self.description))
@@ -155,9 +161,7 @@ class Bench:
         expected: Any = None
         history: tuple[str, ...] = ()
         for number, run in enumerate(runs):
-            mesh = _opened(run, subject.world(run))
-            pool = self._pool_for(subject.world(run), mesh)
-            pending = pool.start(subject.on_rank, self.spec, run, label=json.dumps(encode(run)), delays=delays)
+            pending = self._started(subject, run, delays)
             if number == 0:
                 # The parent works while the ranks do.
                 try:
@@ -167,9 +171,13 @@ class Bench:
                     return Trial(Verdict((_own_fault("the reference raised", error),)))
             outcome: Outcome = pending.result()
             history += tuple(label for label in outcome.history if label != _DESCRIBE)
+            carried_on = subject.carried_on(run, outcome.values()) if outcome.kind == "ok" else None
+            if carried_on is not None:
+                self._restart(subject.world(run))
+                outcome = self._started(subject, run, delays, carried_on).result()
             if outcome.kind != "ok":
                 self._opened.pop(subject.world(run), None)  # its processes are replaced
-                return _failed(subject, run, outcome, mesh, history)
+                return _failed(subject, run, outcome, history)
             worlds.append(outcome.values())
         differ = _layouts_differ(case, worlds[0])
         if differ is not None:
@@ -217,11 +225,11 @@ def is_close(verdict: Verdict) -> bool:
     return any(found.kind == "mismatch" for found in verdict.findings) and 0 < max(statistics) < _CLOSE
 
 
-def _failed(subject: Property, run: Any, outcome: Outcome, mesh: Any, history: tuple[str, ...]) -> Trial:
+def _failed(subject: Property, run: Any, outcome: Outcome, history: tuple[str, ...]) -> Trial:
     rejection = rejection_of(outcome)
     if rejection is not None:
         return Trial(Verdict(rejected=rejection), history)
-    found = findings_of(outcome, mesh)
+    found = findings_of(outcome, _opened(run, subject.world(run)))
     where = subject.stuck(run, outcome.told) if found[0].kind != "harness" else None
     if where is not None:
         found[0] = replace(found[0], message=f"{found[0].message}; {where}")

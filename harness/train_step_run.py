@@ -19,7 +19,7 @@ from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, requi
 from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN, Tell, decided
 from harness.observation import LocalTensor, Observation
-from harness.saved import through_a_file
+from harness.saved import read, written
 from harness.session import Session, phase
 from harness.train_step import Trainer
 from harness.world import RankContext
@@ -44,14 +44,26 @@ def builder(context: RankContext, spec: Spec) -> Build:
     return build
 
 
-def run(case: TrainStepCase, rank: int, build: Build, tell: Tell = lambda text: None) -> Observation:
+#: The fact of an observation: the file of a state that new processes are to load.
+STATE = "state"
+
+
+def run(
+    case: TrainStepCase,
+    rank: int,
+    build: Build,
+    tell: Tell = lambda text: None,
+    before: Observation | None = None,
+) -> Observation:
     """Builds the trainer, gives it its parameters, makes every step, and reads decisions, losses and norms of each, and
     all values at the end.
 
     build: called with the case as the ranks are to work on it, again where a state is loaded. tell: see `decided`.
+    before: what this rank's process before this one has returned, whose steps this one carries on; with ``relaunch``
+    and without it only the steps until then are made, and the state is the fact ``state``.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return Run(case, rank, build, tell).all()
+    return Run(case, rank, build, tell).all(before)
 
 
 @dataclass
@@ -79,16 +91,30 @@ class Run:
     drawn: dict[int, Masks] = field(default_factory=dict)
     part: _Part = field(init=False)
 
-    def all(self) -> Observation:
-        purity = Purity(draws=self.case.model.dropout > 0)
-        self.begin()
-        for step in range(self.case.steps):
+    def all(self, before: Observation | None = None) -> Observation:
+        case, purity = self.case, Purity(draws=self.case.model.dropout > 0)
+        if before is None:
+            self.begin()
+        else:
+            self._carry_on(before)
+        parts = case.relaunch and before is None
+        for step in range(0 if before is None else case.load, case.load if parts else case.steps):
             self.step(step)
-        kept = self.kept()
+        kept = Observation(facts={STATE: written(self._saver(self.part))}) if parts else self.kept()
         self.close()
         facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, **kept.facts}
-        facts |= {DRAWN: self.drawn} if self.case.model.dropout else {}
-        return Observation({**self.tensors, **kept.tensors}, kept.layouts, tuple(purity.report()), facts=facts)
+        facts |= {DRAWN: self.drawn} if case.model.dropout else {}
+        effects = dict.fromkeys((*(() if before is None else before.side_effects), *purity.report()))
+        return Observation({**self.tensors, **kept.tensors}, kept.layouts, tuple(effects), facts=facts)
+
+    def _carry_on(self, before: Observation) -> None:
+        """With a new trainer, that loads the state."""
+        facts = before.facts
+        self.tensors, self.seen, self.moved_in = dict(before.tensors), list(facts[SEEN]), list(facts[MOVED])
+        self.drawn = dict(facts.get(DRAWN, {}))
+        self.tell(decided(self.seen))
+        self.part = self._loaded(facts[STATE], self.case.load)
+        self.last = self.reading(self.part)
 
     def begin(self) -> None:
         """Builds the trainer, and gives it its parameters."""
@@ -101,7 +127,7 @@ class Run:
 
     def step(self, step: int) -> None:
         """Makes one, and reads what it decided, its loss and norm, and what moved."""
-        if self.case.load and step == self.case.load:
+        if self.case.load and step == self.case.load and not self.case.relaunch:
             self.part = self._resumed(self.part, step)
             self.last = self.reading(self.part)
         self._train(self.part, step)
@@ -132,10 +158,16 @@ class Run:
 
     def _resumed(self, before: _Part, step: int) -> _Part:
         """A new trainer with the state of the old one, and of its weights nothing but that."""
-        if before.trainer.save is None:
+        return self._loaded(written(self._saver(before)), step)
+
+    def _saver(self, part: _Part) -> Callable[[], object]:
+        if part.trainer.save is None:
             raise NotOffered("the trainer has no save")
-        state = through_a_file(before.trainer.save)
+        return part.trainer.save
+
+    def _loaded(self, file: bytes, step: int) -> _Part:
         made = self._built(step)
+        state = read(file)  # now that there are groups, which what it holds may ask for
         if made.trainer.load is None:
             raise NotOffered("the trainer has no load")
         with phase("load"):

@@ -41,8 +41,9 @@ class TrainStepCase:
     the limit of the global 2-norm, 0 for none; clip_eps is added to the norm before the limit is divided by it.
     sharded: masters and state are cut over the dp ranks. scaling: of the loss. overflows: what gradients have on some
     ranks, beside what overflows by a large scale in fp16; parameters are counted in the order of the model. load:
-    before this step the whole state is saved, and a new trainer loads it; 0 for never. resume: who goes on. Ranks along
-    other axes than tp, pp and dp are replicas, and train alike.
+    before this step the whole state is saved, and a new trainer loads it; 0 for never. resume: who goes on. relaunch:
+    they are new processes, which have nothing but the state. Ranks along other axes than tp, pp and dp are replicas,
+    and train alike.
     """
 
     model: GptCase
@@ -61,6 +62,7 @@ class TrainStepCase:
     overflows: tuple[Overflow, ...] = ()
     load: int = 0
     resume: Resume = "same"
+    relaunch: bool = False
 
     def __post_init__(self) -> None:
         model = self.model
@@ -86,6 +88,8 @@ class TrainStepCase:
             )
         if self.steps < 1 or not 0 <= self.load < self.steps + (self.load == 0):
             raise ValueError(f"load {self.load} of {self.steps} steps: expected 0, or less than the steps, from 1")
+        if self.relaunch and not self.load:
+            raise ValueError("relaunch without a load: expected the step before which the state is loaded")
         if self.resume != "same" and (not self.load or "dp" not in model.mesh.names or model.replica_axes):
             raise ValueError(
                 f"resume {self.resume!r} with load {self.load} on {model.mesh}: expected a load, and no axes but tp, "
@@ -154,7 +158,7 @@ class TrainStepCase:
         model, D = self.model, self.ranks_of_data
         mesh = Mesh(tuple((_ALONE if name == "dp" else name, size) for name, size in model.mesh.axes))
         alone = replace(model, mesh=mesh, sizes=model.sizes * D)
-        return replace(self, model=alone, overflows=(), load=0, resume="same")
+        return replace(self, model=alone, overflows=(), load=0, resume="same", relaunch=False)
 
     def hits(self, rank: int, step: int) -> Iterator[tuple[str, int, Value]]:
         """Parameter, element and value of each overflow that is put into this rank's own gradients; the element is to

@@ -79,6 +79,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> TrainStepCase:
         scaling=draw(_scalings(scope, model.dtype)),
         load=load,
         resume=draw(st.sampled_from(resumes)),
+        relaunch=load > 0 and draw(st.booleans()),
     )
     if has("train_step_overflow"):
         count = draw(st.sampled_from((0, 0, 0, 1, 2) if clip else (0, 1, 1, 2)))
@@ -168,7 +169,8 @@ def simpler(case: TrainStepCase, scope: Scope) -> Iterator[TrainStepCase]:
         overflows = tuple(one for one in case.overflows if one.step < steps)
         for load in sorted({min(case.load, steps - 1), 0}):
             resume = case.resume if load else "same"
-            yield from changed(case, scope, steps=steps, overflows=overflows, load=load, resume=resume)
+            kept = {"overflows": overflows, "load": load, "resume": resume, "relaunch": case.relaunch and load > 0}
+            yield from changed(case, scope, steps=steps, **kept)
     for name, plain in options.items():
         yield from changed(case, scope, **{name: plain})
     yield from changed(case, scope, load=min(1, case.load))

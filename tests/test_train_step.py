@@ -174,7 +174,8 @@ def test_it_is_one_process_and_faults_show() -> None:
 
 def test_every_mutant_is_here() -> None:
     own = {mutant.id for mutant in mutants.all_mutants() if mutant.subject == "train_step"}
-    assert own == set(SHOWS) == set(HIDES)
+    in_other_processes = {"F96"}  # tests/test_relaunch.py
+    assert own - in_other_processes == set(SHOWS) == set(HIDES)
 
 
 @settings(max_examples=2)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from harness.candidates.torch_gpt import GPT, Step, layouts, named, parallel_gpt
 from harness.local import as_local
@@ -70,22 +71,40 @@ class TorchTrainer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def save(self) -> dict[str, Any]:
-        """This rank's part, DTensors: of a whole state, torch.distributed.checkpoint.state_dict cannot set what is cut
-        unevenly, nor a state without tensors."""
+        """This rank's part: of a whole state, torch.distributed.checkpoint.state_dict cannot set what is cut unevenly,
+        nor a state without tensors. Of DTensors what is local: others have the mesh of this process in them."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": _local(self.model.state_dict()),
+            "optimizer": _local(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "made": self.made,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        for name, parameter in self.model.named_parameters():
+            as_local(parameter).detach().copy_(saved["model"][name])
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        kept = {
+            i: {kind: _as_of(parameters[i], one) for kind, one in state.items()}
+            for i, state in saved["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved["optimizer"], "state": kept})
         self.schedule.load_state_dict(saved["schedule"])
         self.scaler.load_state_dict(saved["scaler"])
         self.made = saved["made"]
+
+
+def _local(state: Any) -> Any:
+    return tree_map(lambda one: as_local(one) if isinstance(one, DTensor) else one, state)
+
+
+def _as_of(parameter: torch.Tensor, local: Any) -> Any:
+    """A part of a state that is cut as the parameter is; what is no such part, as a count of steps is, as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(local, torch.Tensor) or local.ndim != parameter.ndim:
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
 
 
 def optimizer_of(case: TrainStepCase, model: GPT) -> torch.optim.Optimizer:

@@ -64,6 +64,9 @@ class Property:
     expected: what one process computes, made in the parent while the ranks run. careful: the same with more effort, for
     the last word on a case whose numbers are little beyond what is expected; None where nothing is estimated.
     judge: ``judge(case, description, expected, worlds)`` gives the verdict, its findings gravest first.
+    carried_on: ``carried_on(case, world)`` is what new processes, that have seen nothing, are to carry on with when the
+    ranks of a run have done their part: they are given it as a last argument, and what they return counts; None where
+    the run is done.
     stuck: ``stuck(case, told)`` says, of a run that ended as a hang, a crash or an exception, how far the ranks were,
     from what each told last (`RankContext.tell`); None where that says nothing.
     uses_dtype: whether ``--dtype`` restricts it. preload: modules that ranks may import on their way, and each anew
@@ -82,6 +85,7 @@ class Property:
     judge: Callable[[Any, Description, Any, Sequence[World]], Verdict]
     careful: Callable[[Any], Any] = lambda case: None
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
+    carried_on: Callable[[Any, World], Any] = lambda case, world: None
     stuck: Callable[[Any, Sequence[str | None]], str | None] = lambda case, told: None
     uses_dtype: bool = True
     preload: tuple[str, ...] = ()

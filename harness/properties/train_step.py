@@ -27,14 +27,15 @@ from reference.train_step import TrainStepCase
 from reference.train_step_expected import expected, plan
 
 
-def on_rank(context: RankContext, spec: Spec, case: TrainStepCase) -> Observation:
-    """Builds this rank's trainer, and has it make the steps."""
-    return run(case, context.rank, builder(context, spec), context.tell)
+def on_rank(context: RankContext, spec: Spec, case: TrainStepCase, before: World | None = None) -> Observation:
+    """Builds this rank's trainer, and has it make the steps. before: what the processes saw that it takes over from."""
+    rank = context.rank
+    return run(case, rank, builder(context, spec), context.tell, None if before is None else before[rank])
 
 
 def runs(case: TrainStepCase, description: Description) -> Sequence[TrainStepCase]:
     """Where the same ranks load the state, also without an interruption."""
-    return (case, replace(case, load=0)) if case.load and case.resume == "same" else (case,)
+    return (case, replace(case, load=0, relaunch=False)) if case.load and case.resume == "same" else (case,)
 
 
 def judge(case: TrainStepCase, description: Description, want: dict[str, Want], worlds: Sequence[World]) -> Verdict:
@@ -106,5 +107,6 @@ TRAIN_STEP = Property(
     careful=lambda case: None if case.model.dropout else _expected(case, careful=True),
     judge=judge,
     runs=runs,
+    carried_on=lambda case, world: world if case.relaunch else None,
     stuck=lambda case, told: stuck(case, plan(case), told),
 )
