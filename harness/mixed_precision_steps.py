@@ -25,7 +25,7 @@ from harness.mixed_precision_reading import (
     reading,
 )
 from harness.observation import CHANGED, REFUSED, LocalTensor, Observation
-from harness.saved import cut_short, through_a_file
+from harness.saved import PARAMETERS, STATE, again_as, cut_short, left, read, through_a_file, together, written
 from harness.session import CandidateRaised, phase
 from reference.mixed_precision import OF_STATE, MixedPrecisionCase
 from reference.mixed_precision_steps import Tensors, handed
@@ -41,13 +41,20 @@ Tell = Callable[[str], None]
 
 
 def run(
-    case: MixedPrecisionCase, given: Tensors, rank: int, build: Build, tell: Tell = lambda text: None
+    case: MixedPrecisionCase,
+    given: Tensors,
+    rank: int,
+    build: Build,
+    tell: Tell = lambda text: None,
+    before: Observation | None = None,
 ) -> Observation:
-    """Builds the optimizer, makes every step, and reads decisions, parameters, masters and state. tell: see `decided`.
+    """Builds the optimizer, makes every step, and reads decisions, parameters, masters and state.
 
+    tell: see `decided`. before: what this rank's process before this one has returned, whose steps this one carries on;
+    with ``relaunch`` and without it only the steps until then are made.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return _Run(case, given, rank, build, tell).all()
+    return _Run(case, given, rank, build, tell).all(before)
 
 
 def attempt(case: MixedPrecisionCase, given: Tensors, rank: int, build: Build) -> Observation:
@@ -90,13 +97,17 @@ class _Run:
     owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
     moved_in: list[list[str]] = field(default_factory=list)
 
-    def all(self) -> Observation:
+    def all(self, earlier: Observation | None = None) -> Observation:
         case, purity = self.case, Purity()
-        parameters = self.parameters(case)
-        optimizer = self.built(case, parameters)
-        for step in range(case.steps):
-            if case.load and step == case.load:
-                parameters, optimizer = self._resumed(parameters, optimizer)
+        if earlier is None:
+            parameters = self.parameters(case)
+            optimizer = self.built(case, parameters)
+        else:
+            parameters, optimizer = self._carried_on(earlier)
+        parts = case.relaunch and earlier is None
+        for step in range(0 if earlier is None else case.load, case.load if parts else case.steps):
+            if case.load and step == case.load and earlier is None:
+                parameters, optimizer = self._resumed(parameters, written(self._saver(optimizer)))
             if case.reload and step == case.reload:
                 self._reload(parameters, optimizer)
             scale = number("scale", optimizer.scale)
@@ -114,8 +125,16 @@ class _Run:
             self.owned[step] = {name: owned(optimizer, name, p) for name, p in parameters.items()}
             self.tensors |= named(case, self.rank, after, optimizer, step)
             self.tensors |= {} if skipped else numbers(case, optimizer, step)
-        facts = {SEEN: self.seen, OWNED: self.owned, MOVED: self.moved_in}
-        return Observation(self.tensors, side_effects=tuple(purity.report()), facts=facts)
+        facts: dict[str, object] = {SEEN: self.seen, OWNED: self.owned, MOVED: self.moved_in}
+        facts |= left(self._saver(optimizer), parameters) if parts else {}
+        return Observation(self.tensors, side_effects=together(earlier, purity), facts=facts)
+
+    def _carried_on(self, earlier: Observation) -> tuple[Parameters, MixedPrecision]:
+        facts = earlier.facts
+        self.tensors, self.seen = dict(earlier.tensors), list(facts[SEEN])
+        self.owned, self.moved_in = dict(facts[OWNED]), list(facts[MOVED])
+        self.tell(decided(self.seen))
+        return self._resumed(facts[PARAMETERS], facts[STATE])
 
     def parameters(self, case: MixedPrecisionCase, wrong_dtype: bool = False) -> Parameters:
         """Those that this rank holds. wrong_dtype: in fp64."""
@@ -155,20 +174,19 @@ class _Run:
                 parameter.grad = torch.zeros_like(parameter)
         with phase("step 0"):
             optimizer.step()
-        state = self._saved(optimizer)
+        state = through_a_file(self._saver(optimizer))
         return cut_short(state) if self.case.invalid == "state_truncated" else state
 
-    def _saved(self, optimizer: MixedPrecision) -> Any:
-        """The state, as it comes back from a file."""
+    def _saver(self, optimizer: MixedPrecision) -> Callable[[], object]:
         if optimizer.save is None:
             raise NotOffered("the mixed-precision optimizer has no save")
-        return through_a_file(optimizer.save)
+        return optimizer.save
 
-    def _resumed(self, parameters: Parameters, optimizer: MixedPrecision) -> tuple[Parameters, MixedPrecision]:
+    def _resumed(self, parameters: Mapping[str, torch.Tensor], file: bytes) -> tuple[Parameters, MixedPrecision]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""
-        state = self._saved(optimizer)
-        again = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+        again = again_as(parameters)
         made = self.built(self.case, again)
+        state = read(file)
         with phase("load"):
             self.loader(made)(state)
         return again, made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, local_tensor, require_like
 from harness.observation import CHANGED, REFUSED, LocalTensor, Observation, Sent
-from harness.saved import through_a_file
+from harness.saved import PARAMETERS, STATE, again_as, left, read, through_a_file, together, written
 from harness.session import CandidateRaised, phase
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.world.traffic import Recorder
@@ -29,13 +29,20 @@ Build = Callable[[ShardedOptimizerCase, Parameters], object]
 
 
 def optimize(
-    case: ShardedOptimizerCase, given: Tensors, rank: int, build: Build, traffic: Recorder | None = None
+    case: ShardedOptimizerCase,
+    given: Tensors,
+    rank: int,
+    build: Build,
+    traffic: Recorder | None = None,
+    before: Observation | None = None,
 ) -> Observation:
     """Builds the optimizer, makes every step, and reads parameters and state.
 
+    before: what this rank's process before this one has returned, whose steps this one carries on; with ``relaunch``
+    and without it only the steps until then are made.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
-    return _Run(case, given, rank, build, traffic).all()
+    return _Run(case, given, rank, build, traffic).all(before)
 
 
 def attempt(case: ShardedOptimizerCase, given: Tensors, rank: int, build: Build) -> Observation:
@@ -72,22 +79,32 @@ class _Run:
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
 
-    def all(self) -> Observation:
+    def all(self, before: Observation | None = None) -> Observation:
         case, purity = self.case, Purity()
-        parameters = self.parameters()
-        optimizer = self.built(case, self._spoiled(parameters))
-        for step in range(case.steps):
-            if case.load and step == case.load:
-                parameters, optimizer = self._resumed(parameters, optimizer)
+        if before is None:
+            parameters = self.parameters()
+            optimizer = self.built(case, self._spoiled(parameters))
+        else:
+            parameters, optimizer = self._carried_on(before)
+        parts = case.relaunch and before is None and not case.invalid
+        for step in range(0 if before is None else case.load, case.load if parts else case.steps):
+            if case.load and step == case.load and before is None:
+                parameters, optimizer = self._resumed(parameters, written(self._saver(optimizer)))
             self._set_gradients(parameters, step)
-            before = self._sent_so_far()
+            sent_before = self._sent_so_far()
             with phase(f"step {step}"):
                 optimizer.step()
             if self.traffic is not None:
-                self.sent += [Sent("finish", step, one) for one in self.traffic.records()[before:]]
+                self.sent += [Sent("finish", step, one) for one in self.traffic.records()[sent_before:]]
             self._read(parameters, optimizer, step)
         sent = None if self.traffic is None else tuple(self.sent)
-        return Observation(self.tensors, side_effects=tuple(purity.report()), sent=sent, facts={OWNED: self.owned})
+        facts: dict[str, object] = {OWNED: self.owned}
+        facts |= left(self._saver(optimizer), parameters) if parts else {}
+        return Observation(self.tensors, side_effects=together(before, purity), sent=sent, facts=facts)
+
+    def _carried_on(self, before: Observation) -> tuple[Parameters, ShardedOptimizer]:
+        self.tensors, self.sent, self.owned = dict(before.tensors), list(before.sent or ()), dict(before.facts[OWNED])
+        return self._resumed(before.facts[PARAMETERS], before.facts[STATE])
 
     def parameters(self) -> Parameters:
         made: Parameters = {}
@@ -115,7 +132,7 @@ class _Run:
             case = replace(case, optimizer="sgd" if case.optimizer == "adamw" else "adamw", momentum=0.0, invalid=None)
         else:
             parameters = _changed(parameters, case, str(case.invalid).removeprefix("state_"))
-        return self._saved(self.stepped(case, parameters))
+        return through_a_file(self._saver(self.stepped(case, parameters)))
 
     def stepped(self, case: ShardedOptimizerCase, parameters: Parameters) -> ShardedOptimizer:
         """An optimizer after a step with gradients of zeros."""
@@ -139,20 +156,19 @@ class _Run:
         last = case.mesh.coordinate(self.rank, case.axis) == case.parallel_size - 1
         return parameters if case.invalid is None or not last else _changed(parameters, case, case.invalid)
 
-    def _resumed(self, parameters: Parameters, optimizer: ShardedOptimizer) -> tuple[Parameters, ShardedOptimizer]:
+    def _resumed(self, parameters: Mapping[str, torch.Tensor], file: bytes) -> tuple[Parameters, ShardedOptimizer]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""
-        state = self._saved(optimizer)
-        again = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+        again = again_as(parameters)
         made = self.built(replace(self.case, axis=self.case.axis_at(self.case.load), load_axis=None), again)
+        state = read(file)
         with phase("load"):
             self.loader(made)(state)
         return again, made
 
-    def _saved(self, optimizer: ShardedOptimizer) -> Any:
-        """The state, as it comes back from a file."""
+    def _saver(self, optimizer: ShardedOptimizer) -> Callable[[], object]:
         if optimizer.save is None:
             raise NotOffered("the sharded optimizer has no save")
-        return through_a_file(optimizer.save)
+        return optimizer.save
 
     def _set_gradients(self, parameters: Parameters, step: int) -> None:
         case = self.case

@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.candidate import NotOffered
-from harness.local import WrongAdapter
+from harness.local import Purity, WrongAdapter
+from harness.observation import Observation
 from harness.session import phase
+
+#: Facts of an observation: the file of a state that new processes are to load, and the parameters as they were then.
+STATE, PARAMETERS = "state", "parameters"
 
 
 def through_a_file(save: Callable[[], object]) -> Any:
@@ -34,6 +39,21 @@ def read(file: bytes) -> Any:
     """The state in a file, another object each time."""
     with phase("reading the state that it saved"):
         return torch.load(io.BytesIO(file), weights_only=False)
+
+
+def left(save: Callable[[], object], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
+    """The facts of a run that new processes are to carry on."""
+    return {STATE: written(save), PARAMETERS: again_as(parameters)}
+
+
+def again_as(parameters: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """New parameters of the same values."""
+    return {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+
+
+def together(before: Observation | None, purity: Purity) -> tuple[str, ...]:
+    """The side effects of both parts of a run."""
+    return tuple(dict.fromkeys((*(() if before is None else before.side_effects), *purity.report())))
 
 
 def cut_short(state: Any) -> Any:

@@ -19,7 +19,7 @@ from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, requi
 from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN, Tell, decided
 from harness.observation import LocalTensor, Observation
-from harness.saved import read, written
+from harness.saved import STATE, read, together, written
 from harness.session import Session, phase
 from harness.train_step import Trainer
 from harness.world import RankContext
@@ -42,10 +42,6 @@ def builder(context: RankContext, spec: Spec) -> Build:
         return candidate.train_step(asked)
 
     return build
-
-
-#: The fact of an observation: the file of a state that new processes are to load.
-STATE = "state"
 
 
 def run(
@@ -104,8 +100,7 @@ class Run:
         self.close()
         facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, **kept.facts}
         facts |= {DRAWN: self.drawn} if case.model.dropout else {}
-        effects = dict.fromkeys((*(() if before is None else before.side_effects), *purity.report()))
-        return Observation({**self.tensors, **kept.tensors}, kept.layouts, tuple(effects), facts=facts)
+        return Observation({**self.tensors, **kept.tensors}, kept.layouts, together(before, purity), facts=facts)
 
     def _carry_on(self, before: Observation) -> None:
         """With a new trainer, that loads the state."""

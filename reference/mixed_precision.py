@@ -58,8 +58,9 @@ class MixedPrecisionCase:
     limit of the global 2-norm as a share of what it is in the first step, 0 for none; clip_eps is added to the norm
     before the limit is divided by it. scaling: of the loss. overflows: beside those that come of a large scale in fp16.
     reload: before this step the weights of the model are replaced, by themselves; 0 for never. load: before this step
-    the whole state is saved, and a new optimizer loads it; 0 for never. rule: how elements are cut that the tp ranks do
-    not divide. invalid: what must be refused.
+    the whole state is saved, and a new optimizer loads it; 0 for never. relaunch: that one is in new processes, which
+    have nothing but the parameters and the state. rule: how elements are cut that the tp ranks do not divide. invalid:
+    what must be refused.
     """
 
     mesh: Mesh
@@ -80,6 +81,7 @@ class MixedPrecisionCase:
     overflows: tuple[Overflow, ...] = ()
     reload: int = 0
     load: int = 0
+    relaunch: bool = False
     rule: Rule = "balanced"
     invalid: Invalid | None = None
     recipes: MixedPrecisionRecipes = field(default_factory=MixedPrecisionRecipes)
@@ -105,6 +107,8 @@ class MixedPrecisionCase:
                 raise ValueError(
                     f"{name} {getattr(self, name)} of {self.steps} steps: expected 0, or less than the steps, from 1"
                 )
+        if self.relaunch and not self.load:
+            raise ValueError("relaunch without a load: expected the step before which the state is loaded")
         if self.dtype == "fp32" and (self.main_grad or any(one.fp32 for one in self.parameters)):
             raise ValueError("main_grad and parameters in fp32 are for bf16 and fp16, and the dtype is fp32")
         self._refuse_scales_and_overflows()

@@ -74,7 +74,8 @@ class ShardedOptimizerCase(AlongAxis):
     ``optimizer``: as torch.optim's SGD (with ``momentum``) and AdamW (with ``betas`` and ``eps``). ``reduction``: of
     the ranks' gradients, in ``reduce_dtype``. ``master``: bf16 and fp16 parameters are kept, and updated, in fp32.
     ``load``: after so many steps the state is saved, and a new optimizer loads it and goes on; 0 for never.
-    ``load_axis``: along which axis that one is sharded, by default the same. ``invalid``: what must be refused:
+    ``load_axis``: along which axis that one is sharded, by default the same. ``relaunch``: it is in new processes,
+    which have nothing but the parameters and the state. ``invalid``: what must be refused:
     parameters that differ on the last rank, an empty list, or a state of other parameters or of another optimizer.
     """
 
@@ -94,6 +95,7 @@ class ShardedOptimizerCase(AlongAxis):
     master: bool = False
     load: int = 0
     load_axis: str | None = None
+    relaunch: bool = False
     invalid: Invalid | None = None
     recipes: ShardedOptimizerRecipes = field(default_factory=ShardedOptimizerRecipes)
 
@@ -113,6 +115,8 @@ class ShardedOptimizerCase(AlongAxis):
             )
         if self.load_axis == self.axis or (self.load_axis and not self.load):
             raise ValueError(f"load_axis {self.load_axis!r}: expected another axis than {self.axis!r}, and a load")
+        if self.relaunch and not self.load:
+            raise ValueError("relaunch without a load: expected after how many steps the state is loaded")
         low = self.format.precision < 24
         if (self.master or self.reduce_dtype == "fp32") and not low:
             raise ValueError(f"master and reduce_dtype='fp32' are for bf16 and fp16, and the dtype is {self.dtype}")

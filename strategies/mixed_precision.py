@@ -79,6 +79,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> MixedPrecisionCase:
     clips = [1e-6] * has("mixed_precision_clip_eps") + [0.0] * has("mixed_precision_clip")
     clip = draw(st.sampled_from((0.5, 0.25, 1.0, 4.0, 0.3))) if clips and rounding and draw(st.booleans()) else 0.0
     kinds = _ROUNDING if rounding else _EXACT
+    load = _at(draw, steps) if has("mixed_precision_load") else 0
     case = MixedPrecisionCase(
         mesh=mesh,
         parameters=draw(_parameters(scope, mesh, dtype != "fp32" and has("mixed_precision_fp32_beside"))),
@@ -96,7 +97,8 @@ def cases(draw: st.DrawFn, scope: Scope) -> MixedPrecisionCase:
         scaling=draw(_scalings(scope)),
         steps=steps,
         reload=_at(draw, steps) if has("mixed_precision_reload") else 0,
-        load=_at(draw, steps) if has("mixed_precision_load") else 0,
+        load=load,
+        relaunch=load > 0 and draw(st.booleans()),
         rule=scope.uneven,
         recipes=MixedPrecisionRecipes(*(
             Recipe(draw(st.sampled_from(kinds)), draw(st.integers(0, 99))) for _ in range(3)

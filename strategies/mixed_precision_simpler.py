@@ -33,7 +33,8 @@ def simpler(case: MixedPrecisionCase, scope: Scope) -> Iterator[MixedPrecisionCa
         for axes in [(name,) for name in mesh.names if mesh.axis_size(name) > 1]:
             plain = {"overflows": (Overflow(axes=axes),), "scaling": UNSCALED}
             yield from changed(case, scope, **changes | plain, parameters=many[:1])
-            yield from changed(case, scope, **changes | plain, parameters=many[:1], clip=0.0, steps=1, load=0, reload=0)
+            once = {"clip": 0.0, "steps": 1, "load": 0, "reload": 0, "relaunch": False}
+            yield from changed(case, scope, **changes | plain | once, parameters=many[:1])
     options = _SIMPLER.options(case)
     for few in itertools.chain([()], ((name,) for name in options), itertools.combinations(options, 2)):
         plain = {name: value for name, value in options.items() if name not in few}
@@ -84,6 +85,7 @@ def _in(case: MixedPrecisionCase, steps: int) -> dict[str, Any]:
         "overflows": kept,
         "load": _earlier(case.load, steps),
         "reload": _earlier(case.reload, steps),
+        "relaunch": case.relaunch and steps > 1,
     }
 
 

@@ -28,20 +28,22 @@ from reference.mixed_precision import MixedPrecisionCase
 from reference.mixed_precision_steps import expected, names, plan, tensors
 
 
-def on_rank(context: RankContext, spec: Spec, case: MixedPrecisionCase) -> Observation:
-    """Makes the steps on this rank, or sees whether what is wrong is refused."""
+def on_rank(context: RankContext, spec: Spec, case: MixedPrecisionCase, before: World | None = None) -> Observation:
+    """Makes the steps on this rank, or sees whether what is wrong is refused. before: what the processes saw that it
+    takes over from."""
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("mixed_precision"):
         raise NotOffered(f"{spec.text} has no mixed_precision")
     given = tensors(case)
     if case.invalid:
         return attempt(case, given, context.rank, candidate.mixed_precision)
-    return run(case, given, context.rank, candidate.mixed_precision, context.tell)
+    own = None if before is None else before[context.rank]
+    return run(case, given, context.rank, candidate.mixed_precision, context.tell, own)
 
 
 def runs(case: MixedPrecisionCase, description: Description) -> Sequence[MixedPrecisionCase]:
     """Where the state is loaded, also without an interruption."""
-    return (case, replace(case, load=0)) if case.load and not case.invalid else (case,)
+    return (case, replace(case, load=0, relaunch=False)) if case.load and not case.invalid else (case,)
 
 
 _WRONG = {
@@ -132,5 +134,6 @@ MIXED_PRECISION = Property(
     careful=lambda case: None if case.invalid or case.exact else _expected(case, careful=True),
     judge=judge,
     runs=runs,
+    carried_on=lambda case, world: world if case.relaunch and not case.invalid else None,
     stuck=lambda case, told: None if case.invalid else stuck(case, plan(case, tensors(case)), told),
 )

@@ -26,8 +26,9 @@ from reference.sharded_optimizer import ShardedOptimizerCase, expected, tensors
 from reference.sharded_optimizer_traffic import needed
 
 
-def on_rank(context: RankContext, spec: Spec, case: ShardedOptimizerCase) -> Observation:
-    """Makes the steps on this rank, or sees whether what is wrong is refused."""
+def on_rank(context: RankContext, spec: Spec, case: ShardedOptimizerCase, before: World | None = None) -> Observation:
+    """Makes the steps on this rank, or sees whether what is wrong is refused. before: what the processes saw that it
+    takes over from."""
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("sharded_optimizer"):
         raise NotOffered(f"{spec.text} has no sharded_optimizer")
@@ -36,14 +37,15 @@ def on_rank(context: RankContext, spec: Spec, case: ShardedOptimizerCase) -> Obs
         return attempt(case, given, context.rank, candidate.sharded_optimizer)
     with phase("its declarations"):
         due = tuple(candidate.traffic(case, needed(case)))
-    seen = optimize(case, given, context.rank, candidate.sharded_optimizer, context.traffic)
+    own = None if before is None else before[context.rank]
+    seen = optimize(case, given, context.rank, candidate.sharded_optimizer, context.traffic, own)
     return replace(seen, due=due)
 
 
 def runs(case: ShardedOptimizerCase, description: Description) -> Sequence[ShardedOptimizerCase]:
     """Where a state is loaded at the same size, also without an interruption."""
     again = case.load and not case.load_axis and not case.invalid
-    return (case, replace(case, load=0)) if again else (case,)
+    return (case, replace(case, load=0, relaunch=False)) if again else (case,)
 
 
 _WRONG = {
@@ -120,4 +122,5 @@ SHARDED_OPTIMIZER = Property(
     careful=lambda case: None if case.invalid or case.exact else _expected(case, careful=True),
     judge=judge,
     runs=runs,
+    carried_on=lambda case, world: world if case.relaunch and not case.invalid else None,
 )
