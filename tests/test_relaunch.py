@@ -1,4 +1,4 @@
-"""Subject train_step: a state that other processes load, which have nothing but it."""
+"""States that new processes load, which have nothing but them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from module_state import CountsInTheModule
 
 from harness import check
 from harness.bench import Bench
+from harness.properties.base import Property
+from harness.properties.mixed_precision import MIXED_PRECISION
+from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.train_step import TRAIN_STEP
 from reference.gpt import GptCase
 from reference.mesh import Mesh
-from reference.mixed_precision_parts import Overflow
+from reference.mixed_precision import MixedPrecisionCase
+from reference.mixed_precision_parts import MixedParameter, Overflow
+from reference.sharded_optimizer import Parameter, ShardedOptimizerCase
 from reference.train_step import TrainStepCase
 
 MODEL = GptCase(Mesh.of(dp=2), 5, 8, 1, 1, 2, sizes=(1, 1), length=3, counts=(3, 1, 2), tied=True)
 PLAIN = TrainStepCase(MODEL, steps=3, warmup=4, load=2, relaunch=True)
+
+
+OPTIMIZER = MixedPrecisionCase(
+    Mesh.of(dp=2), (MixedParameter(3), MixedParameter(2, "some")), dtype="bf16", steps=3, warmup=4, load=2,
+    relaunch=True,
+)  # fmt: skip
+SHARDED = ShardedOptimizerCase(Mesh.of(dp=2), (Parameter((3,)),), steps=2, optimizer="adamw", load=1, relaunch=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,30 @@ def shipped() -> Iterator[Bench]:
     ids=["drops", "cut over dp", "apart", "together"],
 )
 def test_new_processes_go_on(shipped: Bench, case: TrainStepCase) -> None:
-    trial = shipped.once(TRAIN_STEP, case)
+    _holds(shipped, TRAIN_STEP, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(OPTIMIZER, optimizer="adamw", reload=2),
+        replace(OPTIMIZER, sharded=True, momentum=0.9, clip=0.5, overflows=(Overflow(1), Overflow(2))),
+    ],
+)
+def test_new_optimizers_go_on(shipped: Bench, case: MixedPrecisionCase) -> None:
+    _holds(shipped, MIXED_PRECISION, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [SHARDED, replace(SHARDED, mesh=Mesh.of(dp=2, tp=2), steps=3, load_axis="tp", parameters=(Parameter((5,)),))],
+)
+def test_new_sharded_optimizers_go_on(shipped: Bench, case: ShardedOptimizerCase) -> None:
+    _holds(shipped, SHARDED_OPTIMIZER, case)
+
+
+def _holds(bench: Bench, subject: Property, case: object) -> None:
+    trial = bench.once(subject, case)
     assert not trial.verdict.findings, trial.verdict.findings[0]
     assert trial.verdict.facts, "it was judged"
 
@@ -45,6 +81,12 @@ def test_what_the_process_has_kept_for_itself_is_missed() -> None:
     check("train_step", "builtin+F96", replace(PLAIN, relaunch=False))
     with pytest.raises(AssertionError, match="the count of steps that were not skipped is 1 on every rank in step 2"):
         check("train_step", "builtin+F96", PLAIN)
+    check("mixed_precision", "builtin+F96", replace(OPTIMIZER, relaunch=False))
+    with pytest.raises(AssertionError, match="the count of steps that were not skipped is 1 on every rank in step 2"):
+        check("mixed_precision", "builtin+F96", OPTIMIZER)
+    check("sharded_optimizer", CountsInTheModule, replace(SHARDED, relaunch=False))
+    with pytest.raises(AssertionError, match="has other bits"):
+        check("sharded_optimizer", CountsInTheModule, SHARDED)
 
 
 def test_they_are_new_processes_that_load(shipped: Bench) -> None:
@@ -61,3 +103,6 @@ def test_they_are_new_processes_that_load(shipped: Bench) -> None:
 def test_there_is_nothing_to_load_without_a_load() -> None:
     with pytest.raises(ValueError, match="relaunch without a load"):
         TrainStepCase(MODEL, relaunch=True)
+    for case in (OPTIMIZER, SHARDED):
+        with pytest.raises(ValueError, match="relaunch without a load"):
+            replace(case, load=0)  # type: ignore[type-var]
