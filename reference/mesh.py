@@ -107,7 +107,7 @@ class Mesh:
         rank = np.arange(self.size) if ranks is None else np.asarray(ranks, dtype=np.int64)
         outside = rank[(rank < 0) | (rank >= self.size)]
         if outside.size:
-            raise ValueError(f"rank {outside.flat[0]} is outside the mesh of {self.size} ranks")
+            raise self._outside(int(outside.flat[0]))
         result, stride = {}, 1
         for name, size in self.axes:
             result[name] = (rank // stride) % size
@@ -116,11 +116,19 @@ class Mesh:
 
     def coordinate(self, rank: int, axes: str | Sequence[str]) -> int:
         """The rank's position in its group along the axis, or along combined axes (in the mesh's order)."""
-        at, position, stride = self.coordinates(rank), 0, 1
-        for name, size in self._in_order(axes):
-            position += int(at[name]) * stride
-            stride *= size
+        if not 0 <= rank < self.size:
+            raise self._outside(rank)
+        wanted = self._in_order(axes)
+        position, stride, inner = 0, 1, 1
+        for name, size in self.axes:  # not by `coordinates`: arrays of one rank take longer
+            if (name, size) in wanted:
+                position += int(rank) // inner % size * stride
+                stride *= size
+            inner *= size
         return position
+
+    def _outside(self, rank: int) -> ValueError:
+        return ValueError(f"rank {rank} is outside the mesh of {self.size} ranks")
 
     def rank_at(self, coordinates: Mapping[str, int | Ranks]) -> Ranks:
         """The inverse of `coordinates`; an axis that is left out is at 0."""

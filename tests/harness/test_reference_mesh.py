@@ -157,6 +157,7 @@ def test_a_rank_is_described_by_its_coordinates_above_one() -> None:
         (lambda: Mesh.of(tp=2).groups("xp"), "unknown mesh axis 'xp'"),
         (lambda: Mesh.of(tp=2).axis_size("xp"), "unknown mesh axis 'xp'"),
         (lambda: Mesh.of(tp=2).coordinate(0, ("tp", "xp")), "unknown mesh axis 'xp'"),
+        (lambda: Mesh.of(tp=2).coordinate(-1, "tp"), "rank -1 is outside the mesh of 2 ranks"),
         (lambda: Mesh.of(tp=2).coordinates(2), "rank 2 is outside the mesh of 2 ranks"),
         (lambda: Mesh.of(tp=2).coordinates(np.array([0, -1, 1])), "rank -1 is outside the mesh of 2 ranks"),
         (lambda: Mesh.of(tp=2).group_of(2, "tp"), "rank 2 is outside the mesh of 2 ranks"),
