@@ -21,8 +21,9 @@ class Trainer(Gpt):
 
     step: as of `Gpt`: forward and backward of this rank's batch, of the loss times the scale, and the optimizer's step.
         It returns the loss of the whole batch, without the scale and before the step, on the ranks of the last stage.
-    parameters, layouts, read_grad, close, before_forward: as of `Gpt`. loaded: called when the parameters have got the
-        values of the case, so that masters must be made of them.
+    parameters, layouts, read_grad, before_forward: as of `Gpt`. close: called at the end, and before another trainer is
+        built that loads what this one saved. loaded: called when the parameters have got the values of the case, so
+        that masters must be made of them.
     scale: ``scale()`` is by what the loss of the next step is multiplied.
     skipped: after a step, whether it was skipped, a bool.
     counters, steps, norm, coefficient, save, load: as of `harness.mixed_precision.MixedPrecision`; the state has the

@@ -135,9 +135,13 @@ class Run:
         return Observation(self._tensors_kept(part, layouts), layouts, facts={OWNED: owned})
 
     def close(self) -> None:
-        if self.part.trainer.close is not None:
+        self._close(self.part)
+
+    @staticmethod
+    def _close(part: _Part) -> None:
+        if part.trainer.close is not None:
             with phase("close"):
-                self.part.trainer.close()
+                part.trainer.close()
 
     def _built(self, step: int) -> _Part:
         case = self.case.seen_by(step)
@@ -153,7 +157,9 @@ class Run:
 
     def _resumed(self, before: _Part, step: int) -> _Part:
         """A new trainer with the state of the old one, and of its weights nothing but that."""
-        return self._loaded(written(self._saver(before)), step)
+        file = written(self._saver(before))
+        self._close(before)  # who has one trainer at a time cannot build the next before
+        return self._loaded(file, step)
 
     def _saver(self, part: _Part) -> Callable[[], object]:
         if part.trainer.save is None:
@@ -250,14 +256,14 @@ class Run:
         return ranges_of(name, part.trainer.owned)
 
     def _tensors_kept(self, part: _Part, layouts: dict[str, Layout]) -> dict[str, LocalTensor | None]:
-        """Everything there is; of parameters on other stages, tensors without elements."""
+        """All that is offered; of parameters on other stages, tensors without elements."""
         case, read, found = self.case, self.last, dict[str, LocalTensor | None]()
+        by = {"master": part.trainer.master}
+        offered = [kind for kind in case.kept if by.get(kind, part.trainer.state) is not None]
         for name, layout in layouts.items():
             shape = window(part.running.shapes[name], layout, case.mesh, self.rank).shape
-            for what in (name, *(f"{name}.{kind}" for kind in case.kept)):
+            for what in (name, *(f"{name}.{kind}" for kind in offered)):
                 own = read.get(what)
-                if own is None and name in part.parameters:
-                    continue  # not offered
                 dtype = case.model.format.torch_dtype if what == name else torch.float32
                 found[what] = local_tensor(what, torch.zeros(shape, dtype=dtype) if own is None else own)
         return found

@@ -267,6 +267,31 @@ def test_an_adapter_that_is_wrong_is_told_so(what: str) -> None:
         run(dataclasses.replace(ONE, **changes), 0, lambda case: build())
 
 
+@pytest.mark.parametrize("gives", ["master", "state", "neither"])
+def test_what_is_not_given_is_not_looked_for_on_other_stages(gives: str) -> None:
+    here = {name: shape for name, shape in shapes(MODEL).items() if owner_of(MODEL, name) == 0}
+    parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in here.items()}
+    options: dict[str, Any] = {
+        "master": {"master": lambda name: torch.zeros(parameters[name].numel())},
+        "state": {"state": lambda name, kind: torch.zeros(parameters[name].numel())},
+    }.get(gives, {})
+    case = dataclasses.replace(CASE, overflows=())
+    found = run(case, 0, lambda asked: trainer(lambda *tokens: None, parameters, **options))
+    kinds = {"master": ["master"], "state": ["momentum"], "neither": []}[gives]
+    assert {what for what in found.tensors if "." in what} == {f"{name}.{kind}" for name in ROWS for kind in kinds}
+
+
+def test_a_trainer_is_closed_before_the_next_is_built() -> None:
+    seen: list[str] = []
+
+    def build(asked: TrainStepCase) -> Trainer:
+        seen.append("build")
+        return trainer(save=dict, load=lambda state: seen.append("load"), close=lambda: seen.append("close"))
+
+    run(dataclasses.replace(ONE, steps=2, load=1), 0, build)
+    assert seen == ["build", "close", "build", "load", "close"]
+
+
 def test_a_trainer_needs_functions() -> None:
     with pytest.raises(TypeError, match="scale, skipped"):
         Trainer(lambda *tokens: None, {}, {}, None, None)  # type: ignore[arg-type]
