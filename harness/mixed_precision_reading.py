@@ -106,6 +106,11 @@ def moved(before: Read, after: Read) -> list[str]:
     return [name for name, old in before.items() if not _same(old, after[name])]
 
 
+def unlike(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """The names of decisions that are others."""
+    return [name for name, one in before.items() if after.get(name) != one]
+
+
 def named(
     case: MixedPrecisionCase, rank: int, read: Read, optimizer: MixedPrecision, step: int
 ) -> dict[str, LocalTensor | None]:

@@ -16,6 +16,7 @@ from harness.mixed_precision import MixedPrecision
 from harness.mixed_precision_reading import (
     Parameters,
     Ranges,
+    Read,
     decisions,
     moved,
     named,
@@ -23,9 +24,21 @@ from harness.mixed_precision_reading import (
     numbers,
     owned,
     reading,
+    unlike,
 )
 from harness.observation import CHANGED, REFUSED, LocalTensor, Observation
-from harness.saved import PARAMETERS, STATE, again_as, cut_short, left, read, through_a_file, together, written
+from harness.saved import (
+    APART,
+    GONE_ON,
+    PARAMETERS,
+    STATE,
+    again_as,
+    cut_short,
+    read,
+    through_a_file,
+    together,
+    written,
+)
 from harness.session import CandidateRaised, phase
 from reference.mixed_precision import OF_STATE, MixedPrecisionCase
 from reference.mixed_precision_steps import Tensors, handed
@@ -96,6 +109,8 @@ class _Run:
     seen: list[dict[str, Any]] = field(default_factory=list)
     owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
     moved_in: list[list[str]] = field(default_factory=list)
+    gone_on: tuple[Read, dict[str, Any]] | None = None
+    apart: list[str] = field(default_factory=list)
 
     def all(self, earlier: Observation | None = None) -> Observation:
         case, purity = self.case, Purity()
@@ -107,7 +122,7 @@ class _Run:
         parts = case.relaunch and earlier is None
         for step in range(0 if earlier is None else case.load, case.load if parts else case.steps):
             if case.load and step == case.load and earlier is None:
-                parameters, optimizer = self._resumed(parameters, written(self._saver(optimizer)))
+                parameters, optimizer = self._resumed(*self._saved(parameters, optimizer))
             if case.reload and step == case.reload:
                 self._reload(parameters, optimizer)
             scale = number("scale", optimizer.scale)
@@ -122,17 +137,22 @@ class _Run:
             self.tell(decided(self.seen))
             after = reading(case, parameters, optimizer)
             self.moved_in.append(moved(before, after))
+            if self.gone_on is not None and step == case.load:
+                self.apart = moved(self.gone_on[0], after) + unlike(self.gone_on[1], self.seen[-1])
             self.owned[step] = {name: owned(optimizer, name, p) for name, p in parameters.items()}
             self.tensors |= named(case, self.rank, after, optimizer, step)
             self.tensors |= {} if skipped else numbers(case, optimizer, step)
-        facts: dict[str, object] = {SEEN: self.seen, OWNED: self.owned, MOVED: self.moved_in}
-        facts |= left(self._saver(optimizer), parameters) if parts else {}
+        facts: dict[str, object] = {SEEN: self.seen, OWNED: self.owned, MOVED: self.moved_in, APART: self.apart}
+        if parts:
+            kept, file = self._saved(parameters, optimizer)
+            facts |= {STATE: file, PARAMETERS: kept, GONE_ON: self.gone_on}
         return Observation(self.tensors, side_effects=together(earlier, purity), facts=facts)
 
     def _carried_on(self, earlier: Observation) -> tuple[Parameters, MixedPrecision]:
         facts = earlier.facts
         self.tensors, self.seen = dict(earlier.tensors), list(facts[SEEN])
         self.owned, self.moved_in = dict(facts[OWNED]), list(facts[MOVED])
+        self.gone_on = facts[GONE_ON]
         self.tell(decided(self.seen))
         return self._resumed(facts[PARAMETERS], facts[STATE])
 
@@ -181,6 +201,19 @@ class _Run:
         if optimizer.save is None:
             raise NotOffered("the mixed-precision optimizer has no save")
         return optimizer.save
+
+    def _saved(self, parameters: Parameters, optimizer: MixedPrecision) -> tuple[Parameters, bytes]:
+        """The parameters and the file of the state, with which others are to go on. Who saved makes the next step
+        first: what saving has changed shows then, and what the state lacks."""
+        case, step = self.case, self.case.load
+        file, kept = written(self._saver(optimizer)), again_as(parameters)
+        if case.reload == step:
+            self._reload(parameters, optimizer)
+        self._set_gradients(case, parameters, step, number("scale", optimizer.scale))
+        with phase(f"step {step} after saving"):
+            skipped = optimizer.step()
+        self.gone_on = reading(case, parameters, optimizer), {"skipped": skipped, **decisions(optimizer)}
+        return kept, file
 
     def _resumed(self, parameters: Mapping[str, torch.Tensor], file: bytes) -> tuple[Parameters, MixedPrecision]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""

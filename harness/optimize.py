@@ -14,7 +14,8 @@ from torch import nn
 from harness.candidate import NotOffered
 from harness.local import Purity, WrongAdapter, local_tensor, require_like
 from harness.observation import CHANGED, REFUSED, LocalTensor, Observation, Sent
-from harness.saved import PARAMETERS, STATE, again_as, left, read, through_a_file, together, written
+from harness.oracle.compare import same_bits
+from harness.saved import APART, GONE_ON, PARAMETERS, STATE, again_as, read, through_a_file, together, written
 from harness.session import CandidateRaised, phase
 from harness.sharded_optimizer import ShardedOptimizer
 from harness.world.traffic import Recorder
@@ -78,6 +79,8 @@ class _Run:
     sent: list[Sent] = field(default_factory=list)
     tensors: dict[str, LocalTensor | None] = field(default_factory=dict)
     owned: dict[int, dict[str, Ranges]] = field(default_factory=dict)
+    gone_on: dict[str, LocalTensor | None] = field(default_factory=dict)
+    apart: list[str] = field(default_factory=list)
 
     def all(self, before: Observation | None = None) -> Observation:
         case, purity = self.case, Purity()
@@ -89,7 +92,7 @@ class _Run:
         parts = case.relaunch and before is None and not case.invalid
         for step in range(0 if before is None else case.load, case.load if parts else case.steps):
             if case.load and step == case.load and before is None:
-                parameters, optimizer = self._resumed(parameters, written(self._saver(optimizer)))
+                parameters, optimizer = self._resumed(*self._saved(parameters, optimizer))
             self._set_gradients(parameters, step)
             sent_before = self._sent_so_far()
             with phase(f"step {step}"):
@@ -97,13 +100,18 @@ class _Run:
             if self.traffic is not None:
                 self.sent += [Sent("finish", step, one) for one in self.traffic.records()[sent_before:]]
             self._read(parameters, optimizer, step)
+            if step == case.load:
+                self.apart = [name for name, one in self.gone_on.items() if not _same(one, self.tensors[name])]
         sent = None if self.traffic is None else tuple(self.sent)
-        facts: dict[str, object] = {OWNED: self.owned}
-        facts |= left(self._saver(optimizer), parameters) if parts else {}
+        facts: dict[str, object] = {OWNED: self.owned, APART: self.apart}
+        if parts:
+            kept, file = self._saved(parameters, optimizer)
+            facts |= {STATE: file, PARAMETERS: kept, GONE_ON: self.gone_on}
         return Observation(self.tensors, side_effects=together(before, purity), sent=sent, facts=facts)
 
     def _carried_on(self, before: Observation) -> tuple[Parameters, ShardedOptimizer]:
         self.tensors, self.sent, self.owned = dict(before.tensors), list(before.sent or ()), dict(before.facts[OWNED])
+        self.gone_on = before.facts[GONE_ON]
         return self._resumed(before.facts[PARAMETERS], before.facts[STATE])
 
     def parameters(self) -> Parameters:
@@ -156,6 +164,19 @@ class _Run:
         last = case.mesh.coordinate(self.rank, case.axis) == case.parallel_size - 1
         return parameters if case.invalid is None or not last else _changed(parameters, case, case.invalid)
 
+    def _saved(self, parameters: Parameters, optimizer: ShardedOptimizer) -> tuple[Parameters, bytes]:
+        """The parameters and the file of the state, with which others are to go on. Where these are as many, who saved
+        makes the next step first: what saving has changed shows then, and what the state lacks."""
+        file, kept, step = written(self._saver(optimizer)), again_as(parameters), self.case.load
+        if self.case.load_axis is None:
+            self._set_gradients(parameters, step)
+            with phase(f"step {step} after saving"):
+                optimizer.step()
+            other = replace(self, tensors={}, owned={})
+            other._read(parameters, optimizer, step)
+            self.gone_on = other.tensors
+        return kept, file
+
     def _resumed(self, parameters: Mapping[str, torch.Tensor], file: bytes) -> tuple[Parameters, ShardedOptimizer]:
         """A new optimizer with the state of the old one, for new parameters of the same values."""
         again = again_as(parameters)
@@ -206,6 +227,13 @@ class _Run:
                 found = optimizer.state(f"parameter{i}", kind)
             require_like(f"{what} of the elements owned", found, (elements,), self.case.kept(i).torch_dtype)
             self.tensors[what] = local_tensor(what, found)
+
+
+def _same(one: LocalTensor | None, other: LocalTensor | None) -> bool:
+    values = [None if held is None else held.values for held in (one, other)]
+    if values[0] is None or values[1] is None:
+        return values[0] is values[1]
+    return values[0].shape == values[1].shape and same_bits(values[0], values[1])
 
 
 def _ranges(name: str, said: Any) -> Ranges:

@@ -17,6 +17,9 @@ from harness.session import phase
 
 #: Facts of an observation: the file of a state that new processes are to load, and the parameters as they were then.
 STATE, PARAMETERS = "state", "parameters"
+#: What who saved had after one step more, for those who make it with its state; and the names of what these have then
+#: with other bits.
+GONE_ON, APART = "gone on", "apart"
 
 
 def through_a_file(save: Callable[[], object]) -> Any:
@@ -39,11 +42,6 @@ def read(file: bytes) -> Any:
     """The state in a file, another object each time."""
     with phase("reading the state that it saved"):
         return torch.load(io.BytesIO(file), weights_only=False)
-
-
-def left(save: Callable[[], object], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
-    """The facts of a run that new processes are to carry on."""
-    return {STATE: written(save), PARAMETERS: again_as(parameters)}
 
 
 def again_as(parameters: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:

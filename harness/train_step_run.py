@@ -16,10 +16,10 @@ from harness.gpt_draws import Dropouts, Masks
 from harness.gpt_steps import Running, layout_of
 from harness.held import Held
 from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of
+from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of, unlike
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN, Tell, decided
 from harness.observation import LocalTensor, Observation
-from harness.saved import STATE, read, together, written
+from harness.saved import APART, GONE_ON, STATE, read, together, written
 from harness.session import Session, phase
 from harness.train_step import Trainer
 from harness.world import RankContext
@@ -85,6 +85,8 @@ class Run:
     moved_in: list[list[str]] = field(default_factory=list)
     last: Read = field(default_factory=dict)
     drawn: dict[int, Masks] = field(default_factory=dict)
+    gone_on: tuple[Read, dict[str, Any]] | None = None
+    apart: list[str] = field(default_factory=list)
     part: _Part = field(init=False)
 
     def all(self, before: Observation | None = None) -> Observation:
@@ -96,9 +98,9 @@ class Run:
         parts = case.relaunch and before is None
         for step in range(0 if before is None else case.load, case.load if parts else case.steps):
             self.step(step)
-        kept = Observation(facts={STATE: written(self._saver(self.part))}) if parts else self.kept()
+        kept = Observation(facts={STATE: self._saved(self.part), GONE_ON: self.gone_on}) if parts else self.kept()
         self.close()
-        facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, **kept.facts}
+        facts: dict[str, object] = {SEEN: self.seen, MOVED: self.moved_in, APART: self.apart, **kept.facts}
         facts |= {DRAWN: self.drawn} if case.model.dropout else {}
         return Observation({**self.tensors, **kept.tensors}, kept.layouts, together(before, purity), facts=facts)
 
@@ -106,7 +108,7 @@ class Run:
         """With a new trainer, that loads the state."""
         facts = before.facts
         self.tensors, self.seen, self.moved_in = dict(before.tensors), list(facts[SEEN]), list(facts[MOVED])
-        self.drawn = dict(facts.get(DRAWN, {}))
+        self.drawn, self.gone_on = dict(facts.get(DRAWN, {})), facts[GONE_ON]
         self.tell(decided(self.seen))
         self.part = self._loaded(facts[STATE], self.case.load)
         self.last = self.reading(self.part)
@@ -126,6 +128,9 @@ class Run:
             self.part = self._resumed(self.part, step)
             self.last = self.reading(self.part)
         self._train(self.part, step)
+        if self.gone_on is not None and step == self.case.load:
+            read, decided_then = self.gone_on
+            self.apart = moved(read, self.last) + unlike(decided_then, self.seen[-1])
 
     def kept(self) -> Observation:
         """Parameters, masters and state as they are now, and who keeps which elements."""
@@ -157,14 +162,30 @@ class Run:
 
     def _resumed(self, before: _Part, step: int) -> _Part:
         """A new trainer with the state of the old one, and of its weights nothing but that."""
-        file = written(self._saver(before))
+        file = self._saved(before)
         self._close(before)  # who has one trainer at a time cannot build the next before
         return self._loaded(file, step)
 
-    def _saver(self, part: _Part) -> Callable[[], object]:
+    def _saved(self, part: _Part) -> bytes:
+        """The file of its state. Where others of the same mesh are to load it, who saved makes the same step first:
+        what saving has changed shows then, and what the state lacks."""
         if part.trainer.save is None:
             raise NotOffered("the trainer has no save")
-        return part.trainer.save
+        file = written(part.trainer.save)
+        if self.case.resume == "same":
+            step = self.case.load
+            self._hook(part, step)
+            with phase(f"step {step} after saving"):
+                part.trainer.step(*self._batch(step))
+                skipped = part.trainer.skipped()
+            self.gone_on = self.reading(part), {"skipped": skipped, **decisions(part.trainer)}
+        return file
+
+    def _hook(self, part: _Part, step: int) -> None:
+        after_backward = part.trainer.after_backward
+        if self.case.overflows and after_backward is not None:
+            with phase("after_backward"):
+                after_backward(lambda: self._overflow(part, step))
 
     def _loaded(self, file: bytes, step: int) -> _Part:
         made = self._built(step)
@@ -178,9 +199,7 @@ class Run:
     def _train(self, part: _Part, step: int) -> None:
         case, trainer = self.case, part.trainer
         scale = number("scale", trainer.scale)
-        if case.overflows and trainer.after_backward is not None:
-            with phase("after_backward"):
-                trainer.after_backward(lambda: self._overflow(part, step))
+        self._hook(part, step)
         handed = self._batch(step)
         copies = [x.clone() for x in handed]
         with part.dropouts.seeing() as seen, phase(f"step {step}"):

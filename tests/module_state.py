@@ -1,14 +1,16 @@
-"""A candidate that keeps in its module what belongs into the state."""
+"""Candidates that keep in their module what belongs into the state, and whose saving counts as a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from harness.candidates.builtin import Builtin
+from harness.mixed_precision import MixedPrecision
 from harness.sharded_optimizer import ShardedOptimizer
+from reference.mixed_precision import MixedPrecisionCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 
 STEPS = {"so far": 0}
@@ -31,3 +33,31 @@ class CountsInTheModule(Builtin):
         made.save = without
         made.load = lambda state: load({**state, "steps": STEPS["so far"]})
         return made
+
+
+class SavingCounts(Builtin):
+    def sharded_optimizer(
+        self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> ShardedOptimizer:
+        made = super().sharded_optimizer(case, parameters)
+        made.save = _counted(made.save, made.load)
+        return made
+
+    def mixed_precision(self, case: MixedPrecisionCase, parameters: Mapping[str, torch.nn.Parameter]) -> MixedPrecision:
+        made = super().mixed_precision(case, parameters)
+        made.save = _counted(made.save, made.load)
+        return made
+
+
+def _counted(
+    save: Callable[[], Mapping[str, Any]] | None, load: Callable[[Any], object] | None
+) -> Callable[[], Mapping[str, Any]]:
+    assert save is not None
+    assert load is not None
+
+    def saved() -> Mapping[str, Any]:
+        state = save()
+        load({**state, "steps": state["steps"] + 1})
+        return state
+
+    return saved

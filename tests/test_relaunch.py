@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from module_state import CountsInTheModule
+from module_state import CountsInTheModule, SavingCounts
 
 from harness import check
 from harness.bench import Bench
@@ -87,6 +87,16 @@ def test_what_the_process_has_kept_for_itself_is_missed() -> None:
     check("sharded_optimizer", CountsInTheModule, replace(SHARDED, relaunch=False))
     with pytest.raises(AssertionError, match="has other bits"):
         check("sharded_optimizer", CountsInTheModule, SHARDED)
+
+
+@pytest.mark.parametrize("relaunch", [False, True])
+def test_what_saving_changes_shows_in_the_next_step(relaunch: bool) -> None:
+    """What is saved is right, and whoever loads it: it is who saved that goes on otherwise."""
+    said = "other where the state was loaded before it than where it was saved, on rank 0"
+    with pytest.raises(AssertionError, match=f"parameter0, .*steps after step 2 are {said}"):
+        check("mixed_precision", SavingCounts, replace(OPTIMIZER, relaunch=relaunch))
+    with pytest.raises(AssertionError, match=said):
+        check("sharded_optimizer", SavingCounts, replace(SHARDED, relaunch=relaunch))
 
 
 def test_they_are_new_processes_that_load(shipped: Bench) -> None:

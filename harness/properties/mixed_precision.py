@@ -3,7 +3,7 @@ else model, masters and state are those of one process, the model the rounded ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import strategies.mixed_precision
@@ -12,16 +12,16 @@ from harness.candidate import NotOffered
 from harness.find import Spec
 from harness.mixed_precision_steps import attempt, run
 from harness.observation import Observation
-from harness.oracle.compare import same_bits
 from harness.properties.base import Description, Property, World
 from harness.properties.mixed_precision_decisions import judge_decisions, stuck
 from harness.properties.mixed_precision_masters import joined, judge_copies, judge_masters
 from harness.properties.mixed_precision_suspects import suspects
 from harness.properties.modules import explanation, wanted
 from harness.properties.refusal import half_loaded, judge_refusal
+from harness.properties.resumed import judge_resumed
 from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.layout import Whole
 from reference.mixed_precision import MixedPrecisionCase
@@ -81,7 +81,7 @@ def judge(
         *verdict.findings,
         *judge_masters(case, seen),
         *judge_copies(case, seen),
-        *(_resumed_differs(case, worlds) if len(worlds) > 1 else ()),
+        *judge_resumed(case.mesh, case.load, worlds),
     )
     return replace(verdict, findings=findings)
 
@@ -97,20 +97,6 @@ def forms_of(case: MixedPrecisionCase) -> dict[str, Form]:
                 for name, stage in zip(names(case, kind, i, step), case.stages(i), strict=True):
                     forms[name] = Form(case.layout(i, stage), fmt)
     return forms
-
-
-def _resumed_differs(case: MixedPrecisionCase, worlds: Sequence[World]) -> Iterator[Finding]:
-    """One finding where the steps after loading have other bits than those of the run without it."""
-    for rank, (resumed, whole) in enumerate(zip(*worlds, strict=True)):
-        for name, ours in resumed.tensors.items():
-            theirs = whole.tensors.get(name)
-            if ours is None or theirs is None or ours.values is None or theirs.values is None:
-                continue
-            if not same_bits(ours.values, theirs.values):
-                place = case.mesh.describe(rank)
-                message = f"{name} has other bits on {place} after saving and loading at step {case.load} than without"
-                yield Finding("mismatch", message, rank, place, name)
-                return
 
 
 def _expected(case: MixedPrecisionCase, careful: bool = False) -> dict[str, Want]:

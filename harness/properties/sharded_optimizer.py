@@ -15,8 +15,9 @@ from harness.properties.base import Description, Property, World
 from harness.properties.modules import explanation, wanted
 from harness.properties.ownership import judge_ownership, with_joined_state
 from harness.properties.refusal import half_loaded, judge_refusal
+from harness.properties.resumed import judge_resumed
 from harness.properties.sharded_optimizer_suspects import suspects
-from harness.properties.tensors import Form, Want, judge_tensors, other_bits
+from harness.properties.tensors import Form, Want, judge_tensors
 from harness.properties.traffic import judge_traffic
 from harness.session import Session, phase
 from harness.verdict import Verdict
@@ -81,7 +82,7 @@ def judge(
     findings = (
         *verdict.findings,
         *ownership,
-        *(other_bits(case.mesh, worlds, f"after saving and loading at step {case.load}") if len(worlds) > 1 else ()),
+        *judge_resumed(case.mesh, case.load, worlds),
         *judge_traffic(case.mesh, needed(case), seen),
     )
     return replace(verdict, findings=findings)

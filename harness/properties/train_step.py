@@ -14,7 +14,8 @@ from harness.properties.gpt import copies_differ, loss_cut
 from harness.properties.gpt_dropout import judge_with_masks
 from harness.properties.mixed_precision_decisions import judge_decisions, stuck
 from harness.properties.modules import explanation, wanted
-from harness.properties.tensors import Form, Want, judge_tensors, other_bits
+from harness.properties.resumed import judge_resumed
+from harness.properties.tensors import Form, Want, judge_tensors
 from harness.properties.train_step_kept import joined, judge_masters
 from harness.properties.train_step_suspects import suspects
 from harness.train_step_run import builder, run
@@ -65,7 +66,7 @@ def judge(case: TrainStepCase, description: Description, want: dict[str, Want], 
         *verdict.findings,
         *judge_masters(case, seen),
         *(one for kind in ("", *case.kept) for one in copies_differ(case.model, seen, kind and f".{kind}")),
-        *(other_bits(case.mesh, worlds, f"after saving and loading at step {case.load}") if len(worlds) > 1 else ()),
+        *judge_resumed(case.mesh, case.load, worlds),
     )
     return replace(verdict, findings=findings)
 

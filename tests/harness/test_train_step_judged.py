@@ -16,6 +16,7 @@ from harness.local import WrongAdapter, WrongResult
 from harness.mixed_precision_steps import MOVED, OWNED, SEEN
 from harness.observation import LocalTensor, Observation
 from harness.properties.base import Description
+from harness.saved import APART
 from harness.train_step_run import run
 from harness.verdict import Finding
 from reference.gpt import GptCase
@@ -74,7 +75,7 @@ def _seen(case: TrainStepCase, rank: int, cut: bool) -> Observation:
         {"by": one.scale, "skipped": one.skipped, "scale": one.after.scale, "steps": one.t + (not one.skipped)}
         for one in plans
     ]
-    return Observation(found, layouts, facts={SEEN: seen, MOVED: [[] for _ in plans], OWNED: owned})
+    return Observation(found, layouts, facts={SEEN: seen, MOVED: [[] for _ in plans], APART: [], OWNED: owned})
 
 
 def _values(name: str) -> torch.Tensor:
@@ -222,6 +223,14 @@ def test_a_resumed_run_with_other_bits() -> None:
     assert "norm[0] has other bits after saving and loading at step 0 than without" in findings[0].message
 
 
+def test_a_trainer_that_goes_on_otherwise_than_what_it_saved() -> None:
+    world = observed()
+    world[3].facts[APART].extend(("norm_bias.momentum", "scale"))
+    (found,) = judged(world)
+    assert "norm_bias.momentum, scale after step 0 are other where the state was loaded" in found.message
+    assert found.rank == 3
+
+
 # Adapters, on one rank and without a world.
 
 ONE = TrainStepCase(GptCase(Mesh.of(tp=1), 5, 4, 1, 1, 2, length=2, counts=(2,), depths=(0,)))
@@ -290,6 +299,41 @@ def test_a_trainer_is_closed_before_the_next_is_built() -> None:
 
     run(dataclasses.replace(ONE, steps=2, load=1), 0, build)
     assert seen == ["build", "close", "build", "load", "close"]
+
+
+@pytest.mark.parametrize("fault", ["none", "saving changes it", "kept elsewhere", "the scale is kept elsewhere"])
+def test_the_trainer_that_saved_goes_on_for_a_step(fault: str) -> None:
+    """Each step adds its number; the state is that number, and it may be nowhere else."""
+    elsewhere = [0.0]
+
+    def build(asked: TrainStepCase) -> Trainer:
+        parameters, done = held(), [0.0]
+
+        def step(*tokens: torch.Tensor) -> torch.Tensor:
+            done[0] += 1
+            elsewhere[0] += 1
+            with torch.no_grad():
+                parameters["norm_bias"].add_(elsewhere[0] if fault == "kept elsewhere" else done[0])
+            return torch.zeros(())
+
+        def save() -> dict[str, Any]:
+            state = {"done": done[0], "values": {name: p.detach().clone() for name, p in parameters.items()}}
+            done[0] += fault == "saving changes it"
+            return state
+
+        def load(state: dict[str, Any]) -> None:
+            done[0] = state["done"]
+            for name, p in parameters.items():
+                p.data.copy_(state["values"][name])
+
+        made = trainer(step, parameters, save=save, load=load)
+        if fault.startswith("the scale"):
+            made.scale = lambda: 1 + elsewhere[0]
+        return made
+
+    found = run(dataclasses.replace(ONE, steps=3, load=2), 0, build)
+    wrong = {"none": [], "the scale is kept elsewhere": ["scale"]}
+    assert found.facts[APART] == wrong.get(fault, ["norm_bias"])
 
 
 def test_a_trainer_needs_functions() -> None:
