@@ -21,7 +21,7 @@ from reference.layout import window
 from reference.transformer_dropout import mask_name
 
 #: Equal masks are a fault where by chance they come with a probability of less than 2 to the power of minus this. A
-#: case has fewer than 2^9 masks, 2^17 pairs of them: one right case in 2^30 would be refused.
+#: case has fewer than 2^9 masks, and 2^18 pairs of them and of joined ones: one right case in 2^30 would be refused.
 _SURELY = 48
 
 #: Judges all values with the masks of each step; careful: with more disturbed runs.
@@ -86,24 +86,48 @@ def _along_tp(case: GptCase, seen: World) -> Iterator[Finding]:
 
 
 def _repeated(case: GptCase, seen: World, group: Sequence[int]) -> Iterator[Finding]:
-    """On the ranks of one pipeline no mask comes twice: not in another micro-batch or step, nor all of a place in
-    another one."""
-    mesh, known = case.mesh, dict[tuple[tuple[int, ...], bytes], str]()
-    for rank in group:
-        masks = {
-            f"{place} in micro-batch {m} of step {step} on {mesh.describe(rank)}": drawn.ones
-            for step, of_step in seen[rank].facts[DRAWN].items()
-            for (m, place), drawn in of_step.items()
-        }
-        masks |= {f"{place} on {mesh.describe(rank)}": drawn for place, drawn in _by_place(seen[rank]).items()}
-        for where, ones in masks.items():
-            before = known.setdefault((ones.shape, ones.tobytes()), where) if _tells(case, ones) else where
-            if before != where:
-                message = f"the dropout masks of {before}, and of {where}, are the same: expected one for each"
-                yield Finding("mismatch", message, rank, mesh.describe(rank))
+    """On the ranks of one pipeline no mask comes twice: not in another micro-batch or step. Small ones say little; so
+    neither do all of a micro-batch, of a step, or of a place, one after another."""
+    mesh = case.mesh
+    for kind in (_single, _by_micro_batch, _by_step, _by_place):
+        known: dict[tuple[tuple[int, ...], bytes], str] = {}
+        for rank in group:
+            for what, ones in kind(seen[rank]).items():
+                where = f"{what} on {mesh.describe(rank)}"
+                before = known.setdefault((ones.shape, ones.tobytes()), where) if _tells(case, ones) else where
+                if before != where:
+                    message = f"the dropout masks of {before}, and of {where}, are the same: expected one for each"
+                    yield Finding("mismatch", message, rank, mesh.describe(rank))
 
 
-def _by_place(seen: Observation) -> dict[str, NDArray[Any]]:
+Ones = dict[str, NDArray[Any]]
+
+
+def _single(seen: Observation) -> Ones:
+    return {
+        f"{place} in micro-batch {m} of step {step}": drawn.ones
+        for step, masks in seen.facts[DRAWN].items()
+        for (m, place), drawn in masks.items()
+    }
+
+
+def _by_micro_batch(seen: Observation) -> Ones:
+    found: dict[str, list[NDArray[Any]]] = {}
+    for step, masks in seen.facts[DRAWN].items():
+        for m, place in sorted(masks):
+            found.setdefault(f"micro-batch {m} of step {step}", []).append(masks[m, place].ones.flatten())
+    return {what: np.concatenate(ones) for what, ones in found.items()}
+
+
+def _by_step(seen: Observation) -> Ones:
+    return {
+        f"step {step}": np.concatenate([masks[at].ones.flatten() for at in sorted(masks)])
+        for step, masks in seen.facts[DRAWN].items()
+        if masks
+    }
+
+
+def _by_place(seen: Observation) -> Ones:
     """The masks of all steps and micro-batches, one after another, [1, elements]."""
     found: dict[str, list[NDArray[Any]]] = {}
     for masks in seen.facts[DRAWN].values():
