@@ -54,12 +54,12 @@ def cases(draw: st.DrawFn, scope: Scope) -> TrainStepCase:
     """A case within the scope. The plainest one is a step of plain SGD on one rank in fp32."""
     has = scope.has
     model = draw(strategies.gpt.cases(of_model(scope)))
-    model = replace(model, dropout=0.0) if model.dtype == "fp16" else model
     steps = draw(st.integers(1, MOST_STEPS))
     adamw: bool = has("train_step_adamw") and draw(st.booleans())
     clips: list[float] = [1e-6] * has("train_step_clip_eps") + [0.0] * has("train_step_clip")
     clip = draw(st.sampled_from((1.0, 0.25, 16.0))) if len(clips) > 0 and not one_in(draw, 3) else 0.0
     load = draw(st.integers(1, steps - 1)) if has("train_step_load") and steps > 1 and one_in(draw, 3) else 0
+    model = replace(model, dropout=_dropout(draw, model, load, scope))
     several = "dp" in model.mesh.names and model.data_parallel_size > 1
     others = has("train_step_resume") and several and load and not model.dropout
     resumes: tuple[Resume, ...] = get_args(Resume) if others else ("same",)
@@ -90,6 +90,13 @@ def cases(draw: st.DrawFn, scope: Scope) -> TrainStepCase:
     case = case if decided(case) else replace(case, scaling=UNSCALED)
     assume(decided(case))
     return case
+
+
+def _dropout(draw: st.DrawFn, model: GptCase, load: int, scope: Scope) -> float:
+    """More often where a state is loaded, of which random streams are a part."""
+    if model.dtype == "fp16":
+        return 0.0
+    return 0.5 if load and scope.has("gpt_dropout") and one_in(draw, 3) else model.dropout
 
 
 def decided(case: TrainStepCase) -> bool:
