@@ -48,6 +48,10 @@ class _Stop(BaseException):
     """Ends a search without a failure, for the reason given; no exception that Hypothesis handles."""
 
 
+class _Enough(BaseException):
+    """Ends Hypothesis' shrinking: it would draw on for minutes, where cases take long to draw."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How far a search goes. time_budget: seconds for one row, None for no limit. shrink_seconds: how long a failure
@@ -127,6 +131,7 @@ def _searched(
 ) -> tuple[list[Fault], str | None]:
     """The faults, shrunk, and why fewer cases ran than were asked for."""
     faults, stopped = [], None
+    simplest: dict[type[Fault], Fault] = {}  # Hypothesis only tries what is simpler than what failed before
 
     def judge(case: Any) -> None:
         key = json.dumps(encode(case))
@@ -134,7 +139,7 @@ def _searched(
         if trial is None:
             now = time.monotonic()
             if tally.failed_at is not None and now > clock.drawing_ends(tally.failed_at):
-                return  # shrinking has had its time: what is known stays the answer
+                raise _Enough
             if tally.failed_at is None and now > clock.ends:
                 raise _Stop(tally.no_time(limits.time_budget))
             # Once a failure is confirmed, shrinking believes what it sees; the end of it is confirmed again.
@@ -150,7 +155,9 @@ def _searched(
             hypothesis.reject()
         kind = trial.verdict.kind
         if kind is not None and kind != "flaky":
-            raise fault_class(kind)(case, trial)
+            fault = fault_class(kind)(case, trial)
+            simplest[type(fault)] = fault
+            raise fault
         aim(trial.verdict)
 
     def steers() -> bool:
@@ -164,6 +171,8 @@ def _searched(
             test()
     except _Stop as stop:
         stopped = str(stop)
+    except _Enough:
+        faults = list(simplest.values())
     except Fault as fault:
         faults = [fault]
     except BaseExceptionGroup as group:

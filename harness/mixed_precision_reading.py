@@ -61,19 +61,23 @@ def owned(optimizer: MixedPrecision, name: str, parameter: nn.Parameter) -> Rang
     """The elements of a parameter whose master and state this rank keeps."""
     if optimizer.owned is None or not parameter.requires_grad:
         return ((0, parameter.numel()),)
-    return ranges_of(name, optimizer.owned)
+    return ranges_of(name, optimizer.owned, parameter.numel())
 
 
-def ranges_of(name: str, owned: Callable[[str], Any]) -> Ranges:
-    """What ``owned`` says of a parameter. Raises WrongAdapter for what are no ranges."""
+def ranges_of(name: str, owned: Callable[[str], Any], size: int) -> Ranges:
+    """What ``owned`` says of a parameter of so many elements. Raises WrongAdapter for what are no ranges of them."""
     with phase(f"owned({name!r})"):
         said = owned(name)
     try:
-        return tuple((int(start), int(stop)) for start, stop in said)
+        found = tuple((int(start), int(stop)) for start, stop in said)
     except (TypeError, ValueError):
+        found = ((1, 0),)
+    if not all(0 <= start <= stop <= size for start, stop in found):
         raise WrongAdapter(
-            f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of elements"
-        ) from None
+            f"owned({name!r}) returned {reprlib.repr(said)}; expected a list of ranges (start, stop) of its {size} "
+            "elements here, none where the rank keeps nothing"
+        )
+    return found
 
 
 def reading(case: MixedPrecisionCase, parameters: Parameters, optimizer: MixedPrecision) -> Read:

@@ -270,9 +270,8 @@ class Run:
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def _owned(self, part: _Part, name: str) -> Ranges:
-        if part.trainer.owned is None:
-            return ((0, part.parameters[name].local().numel()),)
-        return ranges_of(name, part.trainer.owned)
+        size = part.parameters[name].local().numel()
+        return ((0, size),) if part.trainer.owned is None else ranges_of(name, part.trainer.owned, size)
 
     def _tensors_kept(self, part: _Part, layouts: dict[str, Layout]) -> dict[str, LocalTensor | None]:
         """All that is offered; of parameters on other stages, tensors without elements."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -183,3 +184,24 @@ def test_a_neighbour_has_one_choice_or_a_few_afresh_of_those_that_can_differ() -
         assert values[0] == 0
         assert values[1:] in ([8, 6], [4, 8], [8, 8]), "a choice that was forced is forced again"
     assert Steering(lambda: False).neighbour(random) is None
+
+
+def test_shrinking_ends_in_time_where_drawing_takes_long() -> None:
+    """Everything with many features fails, so that Hypothesis could shrink for long."""
+    drawn: list[LinearCase] = []
+
+    def slow(case: LinearCase) -> LinearCase:
+        time.sleep(0.01)
+        drawn.append(case)
+        return case
+
+    subject = replace(LINEAR, cases=lambda scope: CASES.map(slow))
+    bench = Scored(lambda case: float(case.in_features * case.out_features), fails=20.0)
+    limits = Limits(seed=1, shrink_seconds=0.2)
+    row = search(bench, subject, DESCRIPTION.scope(4, None), limits)  # type: ignore[arg-type]
+    (failure,) = row.failures
+    first = next(case for case in bench.cases if case.in_features * case.out_features >= 20)
+    case = failure.reproducer.case
+    assert 20 <= case.in_features * case.out_features <= first.in_features * first.out_features
+    assert row.found_after is not None
+    assert len(drawn) <= row.found_after + 40, "0.2 s hold 20 draws"

@@ -263,6 +263,11 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], object], type[Exception], st
         r"embedding_weight.momentum of the elements kept has local shape \(1,\); expected \(20,\)",
     ),
     "owned, somehow": ({}, lambda: trainer(owned=lambda name: 3), WrongAdapter, "expected a list of ranges"),
+    "owned beyond": (
+        {}, lambda: trainer(owned=lambda name: [(0, 2), (2, 21)]), WrongAdapter,
+        r"owned\('embedding_weight'\) returned .*\(2, 21\).* of its 20 elements here",
+    ),
+    "owned, reversed": ({}, lambda: trainer(owned=lambda name: [(2, 0)]), WrongAdapter, "of its 20 elements here"),
     "no hook": ({"overflows": (Overflow(),)}, trainer, NotOffered, "no after_backward"),
     "no save": ({"steps": 2, "load": 1}, trainer, NotOffered, "no save"),
     "no load": ({"steps": 2, "load": 1}, lambda: trainer(save=dict), NotOffered, "no load"),
