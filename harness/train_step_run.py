@@ -13,18 +13,17 @@ from harness.candidate import NotOffered
 from harness.drawn import DRAWN
 from harness.find import Spec
 from harness.gpt_draws import Dropouts, Masks
-from harness.gpt_steps import Running, layout_of
-from harness.held import Held
-from harness.local import Purity, WrongAdapter, WrongResult, local_tensor, require_like
-from harness.mixed_precision_reading import Ranges, Read, decisions, moved, number, ranges_of, unlike
-from harness.mixed_precision_steps import MOVED, OWNED, SEEN, Tell, decided
+from harness.gpt_steps import Running
+from harness.local import Purity, WrongAdapter, WrongResult, local_tensor
+from harness.mixed_precision_reading import Read, decisions, moved, number, unlike
+from harness.mixed_precision_steps import MOVED, SEEN, Tell, decided
 from harness.observation import LocalTensor, Observation
 from harness.saved import APART, GONE_ON, STATE, read, together, written
 from harness.session import Session, phase
 from harness.train_step import Trainer
+from harness.trainer_on_rank import TrainerOnRank
 from harness.world import RankContext
 from reference.gpt_parameters import tokens, valid_tokens
-from reference.layout import Layout, window
 from reference.train_step import TrainStepCase
 
 Build = Callable[[TrainStepCase], object]
@@ -63,16 +62,6 @@ def run(
 
 
 @dataclass
-class _Part:
-    """A trainer, and its parameters on this rank."""
-
-    trainer: Trainer
-    running: Running
-    parameters: dict[str, Held]
-    dropouts: Dropouts
-
-
-@dataclass
 class Run:
     """The steps on one rank: `begin`, then each `step` in its order, then `kept` and `close`."""
 
@@ -87,7 +76,7 @@ class Run:
     drawn: dict[int, Masks] = field(default_factory=dict)
     gone_on: tuple[Read, dict[str, Any]] | None = None
     apart: list[str] = field(default_factory=list)
-    part: _Part = field(init=False)
+    part: TrainerOnRank = field(init=False)
 
     def all(self, before: Observation | None = None) -> Observation:
         case, purity = self.case, Purity(draws=self.case.model.dropout > 0)
@@ -111,7 +100,7 @@ class Run:
         self.drawn, self.gone_on = dict(facts.get(DRAWN, {})), facts[GONE_ON]
         self.tell(decided(self.seen))
         self.part = self._loaded(facts[STATE], self.case.load)
-        self.last = self.reading(self.part)
+        self.last = self.part.reading()
 
     def begin(self) -> None:
         """Builds the trainer, and gives it its parameters."""
@@ -120,13 +109,13 @@ class Run:
         if part.trainer.loaded is not None:
             with phase("loaded"):
                 part.trainer.loaded()
-        self.last = self.reading(part)
+        self.last = part.reading()
 
     def step(self, step: int) -> None:
         """Makes one, and reads what it decided, its loss and norm, and what moved."""
         if self.case.load and step == self.case.load and not self.case.relaunch:
             self.part = self._resumed(self.part, step)
-            self.last = self.reading(self.part)
+            self.last = self.part.reading()
         self._train(self.part, step)
         if self.gone_on is not None and step == self.case.load:
             read, decided_then = self.gone_on
@@ -134,21 +123,12 @@ class Run:
 
     def kept(self) -> Observation:
         """Parameters, masters and state as they are now, and who keeps which elements."""
-        part = self.part
-        layouts = {name: layout_of(self.case.model, name, said) for name, said in part.running.said.items()}
-        owned = {name: self._owned(part, name) for name in part.parameters}
-        return Observation(self._tensors_kept(part, layouts), layouts, facts={OWNED: owned})
+        return self.part.kept(self.last)
 
     def close(self) -> None:
-        self._close(self.part)
+        self.part.close()
 
-    @staticmethod
-    def _close(part: _Part) -> None:
-        if part.trainer.close is not None:
-            with phase("close"):
-                part.trainer.close()
-
-    def _built(self, step: int) -> _Part:
+    def _built(self, step: int) -> TrainerOnRank:
         case = self.case.seen_by(step)
         with phase("build"):
             made = self.build(case)
@@ -158,15 +138,15 @@ class Run:
         if self.case.overflows and made.after_backward is None:
             raise NotOffered("the trainer has no after_backward")
         running = Running(case.model, self.rank, made)
-        return _Part(made, running, running.held(), Dropouts(case.model, self.rank, made))
+        return TrainerOnRank(self.case, self.rank, made, running, running.held(), Dropouts(case.model, self.rank, made))
 
-    def _resumed(self, before: _Part, step: int) -> _Part:
+    def _resumed(self, before: TrainerOnRank, step: int) -> TrainerOnRank:
         """A new trainer with the state of the old one, and of its weights nothing but that."""
         file = self._saved(before)
-        self._close(before)  # who has one trainer at a time cannot build the next before
+        before.close()  # who has one trainer at a time cannot build the next before
         return self._loaded(file, step)
 
-    def _saved(self, part: _Part) -> bytes:
+    def _saved(self, part: TrainerOnRank) -> bytes:
         """The file of its state. Where others of the same mesh are to load it, who saved makes the same step first:
         what saving has changed shows then, and what the state lacks."""
         if part.trainer.save is None:
@@ -174,20 +154,14 @@ class Run:
         file = written(part.trainer.save)
         if self.case.resume == "same":
             step = self.case.load
-            self._hook(part, step)
+            part.hook(step)
             with phase(f"step {step} after saving"):
                 part.trainer.step(*self._batch(step))
                 skipped = part.trainer.skipped()
-            self.gone_on = self.reading(part), {"skipped": skipped, **decisions(part.trainer)}
+            self.gone_on = part.reading(), {"skipped": skipped, **decisions(part.trainer)}
         return file
 
-    def _hook(self, part: _Part, step: int) -> None:
-        after_backward = part.trainer.after_backward
-        if self.case.overflows and after_backward is not None:
-            with phase("after_backward"):
-                after_backward(lambda: self._overflow(part, step))
-
-    def _loaded(self, file: bytes, step: int) -> _Part:
+    def _loaded(self, file: bytes, step: int) -> TrainerOnRank:
         made = self._built(step)
         state = read(file)  # now that there are groups, which what it holds may ask for
         if made.trainer.load is None:
@@ -196,10 +170,10 @@ class Run:
             made.trainer.load(state)
         return made
 
-    def _train(self, part: _Part, step: int) -> None:
+    def _train(self, part: TrainerOnRank, step: int) -> None:
         case, trainer = self.case, part.trainer
         scale = number("scale", trainer.scale)
-        self._hook(part, step)
+        part.hook(step)
         handed = self._batch(step)
         copies = [x.clone() for x in handed]
         with part.dropouts.seeing() as seen, phase(f"step {step}"):
@@ -216,7 +190,7 @@ class Run:
             )
         self.seen.append({"by": scale, "skipped": skipped, **decisions(trainer)})
         self.tell(decided(self.seen))
-        now = self.reading(part)
+        now = part.reading()
         self.moved_in.append(moved(self.last, now))
         self.last = now
         for what, function in (("norm", trainer.norm), ("coefficient", trainer.coefficient)):
@@ -231,57 +205,3 @@ class Run:
         if case.is_alone(step):
             return [x.flatten(0, 1).clone() for x in whole]
         return [x[case.mesh.coordinate(self.rank, "dp")].clone() for x in whole]
-
-    def _overflow(self, part: _Part, step: int) -> None:
-        for name, element, value in self.case.hits(self.rank, step):
-            held = part.parameters[name]
-            gradient = self._gradient(part, held.tensor)
-            positions = torch.arange(gradient.numel()) if held.positions is None else held.positions.flatten()
-            at = int(positions[element % positions.numel()])
-            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), gradient.shape))
-            with torch.no_grad():
-                gradient[place] = float(value)
-
-    def _gradient(self, part: _Part, tensor: torch.Tensor) -> torch.Tensor:
-        read = part.trainer.read_grad
-        if read is not None:
-            found = read(tensor)
-        else:
-            found = getattr(tensor, "main_grad", None) if self.case.model.main_grad else tensor.grad
-        if found is None:
-            found = tensor.grad = torch.zeros_like(tensor)
-        return found
-
-    def reading(self, part: _Part) -> Read:
-        """Copies of this rank's parameters, and of masters and state of the elements that it keeps."""
-        trainer, found = part.trainer, Read()
-        for name, parameter in part.parameters.items():
-            found[name] = parameter.local()
-            kept = sum(max(0, stop - start) for start, stop in self._owned(part, name))
-            for kind in self.case.kept:
-                what = f"{name}.{kind}"
-                with phase(f"reading {what}"):
-                    if kind == "master" and trainer.master is not None:
-                        found[what] = trainer.master(name)
-                    elif kind != "master" and trainer.state is not None:
-                        found[what] = trainer.state(name, kind)
-                if what in found:
-                    require_like(f"{what} of the elements kept", found[what], (kept,), torch.float32)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-    def _owned(self, part: _Part, name: str) -> Ranges:
-        size = part.parameters[name].local().numel()
-        return ((0, size),) if part.trainer.owned is None else ranges_of(name, part.trainer.owned, size)
-
-    def _tensors_kept(self, part: _Part, layouts: dict[str, Layout]) -> dict[str, LocalTensor | None]:
-        """All that is offered; of parameters on other stages, tensors without elements."""
-        case, read, found = self.case, self.last, dict[str, LocalTensor | None]()
-        by = {"master": part.trainer.master}
-        offered = [kind for kind in case.kept if by.get(kind, part.trainer.state) is not None]
-        for name, layout in layouts.items():
-            shape = window(part.running.shapes[name], layout, case.mesh, self.rank).shape
-            for what in (name, *(f"{name}.{kind}" for kind in offered)):
-                own = read.get(what)
-                dtype = case.model.format.torch_dtype if what == name else torch.float32
-                found[what] = local_tensor(what, torch.zeros(shape, dtype=dtype) if own is None else own)
-        return found

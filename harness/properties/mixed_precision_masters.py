@@ -71,6 +71,8 @@ def wrong_owners(ranges: Sequence[Ranges], size: int) -> str | None:
     owners = [0] * size
     for own in ranges:
         for start, stop in own:
+            if not 0 <= start <= stop <= size:
+                return f"elements {start} to {stop} of {size} are kept"
             for element in range(start, stop):
                 owners[element] += 1
     wrong = next((element for element, count in enumerate(owners) if count != 1), None)

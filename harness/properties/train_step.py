@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import strategies.train_step
+import strategies.train_step_simpler
 from harness.find import Spec
 from harness.observation import Observation
 from harness.properties.base import Description, Property, World
@@ -101,7 +102,7 @@ TRAIN_STEP = Property(
     methods=("train_step",),
     features=strategies.train_step.FEATURES,
     cases=strategies.train_step.cases,
-    simpler=strategies.train_step.simpler,
+    simpler=strategies.train_step_simpler.simpler,
     world=lambda case: case.mesh.size,
     on_rank="harness.properties.train_step:on_rank",
     expected=_expected,
