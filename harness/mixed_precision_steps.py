@@ -182,18 +182,22 @@ class _Run:
         return optimizer.load
 
     def foreign_state(self) -> Any:
-        """A state of another configuration, after a step, or one from which the last entry is missing."""
+        """A state of another configuration, or one from which the last entry is missing; after so many steps that all
+        of it has moved: what a load takes over before it refuses, shows."""
         case = self.case if self.case.invalid == "state_truncated" else self.case.other
         case = replace(case, invalid=None)
         parameters = self.parameters(case)
         optimizer = self.built(case, parameters)
-        for parameter in parameters.values():
-            if parameter.requires_grad and case.main_grad:
-                parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-            elif parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        with phase("step 0"):
-            optimizer.step()
+        for step in range(case.scaling.growth_interval if case.scaling.kind == "dynamic" else 1):
+            # The sum over all ranks is within the range of fp16.
+            value = number("scale", optimizer.scale) / case.mesh.size
+            for parameter in parameters.values():
+                if parameter.requires_grad and case.main_grad:
+                    parameter.main_grad = torch.full(parameter.shape, value)  # type: ignore[attr-defined]
+                elif parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, value)
+            with phase(f"step {step}"):
+                optimizer.step()
         state = through_a_file(self._saver(optimizer))
         return cut_short(state) if self.case.invalid == "state_truncated" else state
 

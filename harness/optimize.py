@@ -134,19 +134,20 @@ class _Run:
         return optimizer.load
 
     def foreign_state(self) -> Any:
-        """The state of other parameters, or of another optimizer, after a step."""
+        """The state of other parameters, or of another optimizer, after a step that moves all of it: what a load takes
+        over before it refuses, shows."""
         case, parameters = self.case, self.parameters()
         if case.invalid == "state_optimizer":
             case = replace(case, optimizer="sgd" if case.optimizer == "adamw" else "adamw", momentum=0.0, invalid=None)
         else:
             parameters = _changed(parameters, case, str(case.invalid).removeprefix("state_"))
-        return through_a_file(self._saver(self.stepped(case, parameters)))
+        return through_a_file(self._saver(self.stepped(case, parameters, 1.0)))
 
-    def stepped(self, case: ShardedOptimizerCase, parameters: Parameters) -> ShardedOptimizer:
-        """An optimizer after a step with gradients of zeros."""
+    def stepped(self, case: ShardedOptimizerCase, parameters: Parameters, gradient: float = 0.0) -> ShardedOptimizer:
+        """An optimizer after a step in which all elements of gradients are alike."""
         optimizer = self.built(case, parameters)
         for parameter in parameters.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            parameter.grad = torch.full_like(parameter, gradient) if parameter.requires_grad else None
         with phase("step 0"):
             optimizer.step()
         return optimizer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from hypothesis import strategies as st
 
 from reference.linear import Backward
@@ -16,6 +19,8 @@ _MOST_TOKENS = 256 // MOST_MICRO_BATCHES
 BACKWARD: list[Backward] = [*["immediate"] * 3, *["delayed", "reversed"] * 2, "never"]  # type: ignore[list-item]
 
 Leading = tuple[tuple[int, ...], ...]
+#: What is wrong with a case that must be refused.
+Kind = TypeVar("Kind", bound=str)
 
 
 def scattered(recipe: Recipe) -> Recipe:
@@ -26,6 +31,17 @@ def scattered(recipe: Recipe) -> Recipe:
 def one_in(draw: st.DrawFn, n: int) -> bool:
     """True in one of n cases; False is simpler."""
     return draw(st.integers(0, n - 1)) == n - 1
+
+
+def what_to_refuse(draw: st.DrawFn, n: int, others: Sequence[Kind], states: Sequence[Kind]) -> Kind | None:
+    """What a candidate must refuse, in one of n cases, or nothing. They are cheap, and each kind is another fault.
+
+    states: kinds of saved states, which are half of it: a load that refuses must also leave all as it was.
+    """
+    if not (others or states) or not one_in(draw, n):
+        return None
+    of_state = states and (not others or draw(st.booleans()))
+    return draw(st.sampled_from(states if of_state else others))
 
 
 def cut_length(draw: st.DrawFn, n: int, uneven: bool) -> int:

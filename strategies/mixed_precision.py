@@ -20,7 +20,7 @@ from reference.mixed_precision import (
 )
 from reference.mixed_precision_parts import Group, Kind, MixedParameter, Overflow
 from reference.recipe import Recipe
-from strategies.layers import one_in
+from strategies.layers import one_in, what_to_refuse
 from strategies.mesh import meshes
 from strategies.scope import Scope
 
@@ -107,8 +107,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> MixedPrecisionCase:
     if has("mixed_precision_overflow"):
         count = draw(st.sampled_from((0, 0, 1, 1, 1, 2)))
         case = replace(case, overflows=tuple(draw(_overflows(mesh, steps)) for _ in range(count)))
-    invalid = _invalids(scope, case)
-    return replace(case, invalid=draw(st.sampled_from(invalid))) if invalid and one_in(draw, 12) else case
+    return replace(case, invalid=what_to_refuse(draw, 4, _of_input(scope, case), _of_state(scope, case)))
 
 
 def _at(draw: st.DrawFn, steps: int) -> int:
@@ -116,15 +115,15 @@ def _at(draw: st.DrawFn, steps: int) -> int:
     return draw(st.integers(1, steps - 1)) if steps > 1 and one_in(draw, 3) else 0
 
 
-def _invalids(scope: Scope, case: MixedPrecisionCase) -> list[Invalid]:
-    kinds: list[Invalid] = []
-    if scope.has("mixed_precision_refuses_rate"):
-        kinds.append("lr_negative")
+def _of_input(scope: Scope, case: MixedPrecisionCase) -> list[Invalid]:
+    kinds: list[Invalid] = ["lr_negative"] if scope.has("mixed_precision_refuses_rate") else []
     if scope.has("mixed_precision_refuses_dtype") and _trains_everywhere(case):
         kinds.append("dtype")
-    if scope.has("mixed_precision_refuses_state") and _has_a_part_everywhere(case):
-        kinds += OF_STATE
     return kinds
+
+
+def _of_state(scope: Scope, case: MixedPrecisionCase) -> tuple[Invalid, ...]:
+    return OF_STATE if scope.has("mixed_precision_refuses_state") and _has_a_part_everywhere(case) else ()
 
 
 def _trains_everywhere(case: MixedPrecisionCase) -> bool:

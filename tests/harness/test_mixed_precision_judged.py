@@ -372,3 +372,19 @@ def test_a_half_loaded_state_is_told() -> None:
         return made.presented(load=load)
 
     assert "a load that was refused changed steps" in said(verdict(case, [attempt(case, tensors(case), 0, counting)]))
+
+
+def test_a_state_to_refuse_is_not_that_of_the_beginning() -> None:
+    """Else what is taken over of it is what was there."""
+    case = dataclasses.replace(ONE, invalid="state_truncated", reload=0, load=0)
+
+    def copying(c: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
+        made = Simple(c, parameters)
+
+        def load(saved: Any) -> None:
+            made.masters["parameter0"].copy_(saved["masters"]["parameter0"])
+            raise ValueError("no")
+
+        return made.presented(load=load)
+
+    assert "a load that was refused changed master0" in said(verdict(case, [attempt(case, tensors(case), 0, copying)]))
