@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 
 from harness import Candidate, Clipper, LossScaler, new_group
 from harness.candidates.builtin import Builtin
+from sharded import clip
 
 
 class MyScaler:
@@ -59,6 +61,53 @@ class Simple(Candidate):
             return norm
 
         return Clipper(clip)
+
+
+class OverNothing(Builtin):
+    """Norms that are not reduced over all axes."""
+
+    over: tuple[str, ...] = ()
+
+    def clip_gradients(self, case: Any, parameters: Mapping[str, nn.Parameter]) -> Clipper:
+        made = super().clip_gradients(case, parameters)
+        right, summed, largest = made.clip, clip.summed, clip.largest
+
+        def some(groups: Mapping[str, Any]) -> dict[str, Any]:
+            return {axis: group for axis, group in groups.items() if axis in self.over}
+
+        def clipped() -> Any:
+            with (
+                mock.patch.object(clip, "summed", lambda total, groups: summed(total, some(groups))),
+                mock.patch.object(clip, "largest", lambda found, groups: largest(found, some(groups))),
+            ):
+                return right()
+
+        made.clip = clipped
+        return made
+
+
+class OverTp(OverNothing):
+    """Over this one alone."""
+
+    over = ("tp",)
+
+
+class NotOverTp(OverNothing):
+    """Over the others alone."""
+
+    over = ("dp", "pp")
+
+
+class NotOverDp(OverNothing):
+    """Over the others alone."""
+
+    over = ("tp", "pp")
+
+
+class NotOverPp(OverNothing):
+    """Over the others alone."""
+
+    over = ("tp", "dp")
 
 
 class HalfLoaded(Builtin):
