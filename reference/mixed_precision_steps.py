@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -105,8 +106,31 @@ def names(case: MixedPrecisionCase, kind: str, i: int, step: int) -> tuple[str, 
     return (f"{kind}{i}[{step}]", f"{kind}{i}.copy[{step}]")[: len(case.stages(i))]
 
 
-def expected(case: MixedPrecisionCase, given: Tensors, plans: Sequence[Planned]) -> dict[str, torch.Tensor | None]:
-    """All values after each step, float64. plans: as of `plan`, made before, as rounding does not decide them."""
+@dataclass(frozen=True)
+class Changed:
+    """A known mistake. remade: masters are made anew from the rounded model, ``before`` each step or ``after`` it.
+    decays: the state of an optimizer goes on in steps that are skipped, as if gradients were zeros. rate_counts,
+    moments_count: steps that are skipped count for the learning rate, and where Adam's moments are corrected for their
+    start. unlimited: gradients within the limit are scaled up to it. norm_scaled: the norm is that of the gradients
+    before they are divided by the scale.
+    """
+
+    remade: Literal[None, "before", "after"] = None
+    decays: bool = False
+    rate_counts: bool = False
+    moments_count: bool = False
+    unlimited: bool = False
+    norm_scaled: bool = False
+
+
+_RIGHT = Changed()
+
+
+def expected(
+    case: MixedPrecisionCase, given: Tensors, plans: Sequence[Planned], change: Changed = _RIGHT
+) -> dict[str, torch.Tensor | None]:
+    """All values after each step, float64. plans: as of `plan`, made before, as rounding does not decide them. change:
+    a mistake that is made."""
     out: dict[str, torch.Tensor | None] = {}
     masters = {i: given[f"parameter{i}"] for i in range(len(case.parameters))}
     model = dict(masters)
@@ -116,13 +140,23 @@ def expected(case: MixedPrecisionCase, given: Tensors, plans: Sequence[Planned])
         if case.reload and step == case.reload:
             model = {i: given[f"reloaded{i}"] for i in model}
             masters = dict(model)
+        if change.remade == "before":
+            masters = {i: _remade(case, i, values) for i, values in model.items()}
         if not planned.skipped:
             gradients = {i: _reduced(case, given, i, step) for i in case.trained}
             if case.clip:
-                out |= _clipped(case, gradients, step)
+                out |= _clipped(case, gradients, step, planned.scale, change)
+            t = step if change.rate_counts else planned.t
+            made = step if change.moments_count else planned.t
             for i in case.trained:
-                masters[i], states[i] = _updated(case, i, masters[i], gradients[i], states[i], planned.t)
+                masters[i], states[i] = _updated(case, i, masters[i], gradients[i], states[i], t, made)
                 model[i] = _stored(case, i, masters[i])
+        elif change.decays:
+            for i in case.trained:
+                none = torch.zeros_like(masters[i])
+                states[i] = _updated(case, i, masters[i], none, states[i], planned.t, planned.t)[1]
+        if change.remade == "after":
+            masters = {i: _remade(case, i, values) for i, values in masters.items()}
         for i in range(len(case.parameters)):
             found = {"parameter": model[i]}
             found |= {"master": masters[i]} if case.has_master(i) else {}
@@ -136,9 +170,21 @@ def _reduced(case: MixedPrecisionCase, given: Tensors, i: int, step: int) -> tor
     return over_ranks(gradient(case, given, i, step), 0, "fp32", case.replicas)
 
 
-def _clipped(case: MixedPrecisionCase, gradients: dict[int, torch.Tensor], step: int) -> Tensors:
+def _remade(case: MixedPrecisionCase, i: int, values: torch.Tensor) -> torch.Tensor:
+    """What the model holds of it, really rounded."""
+    return values.to(case.format_of(i).torch_dtype).to(torch.float64) if case.has_master(i) else values
+
+
+def _clipped(
+    case: MixedPrecisionCase, gradients: dict[int, torch.Tensor], step: int, scale: float, change: Changed
+) -> Tensors:
     """Clips the gradients, and returns their norm before and the coefficient."""
     norm, coefficient = clipping(list(gradients.values()), limit(case), case.clip_eps)
+    if change.norm_scaled:
+        norm = norm * scale
+        coefficient = torch.clamp(limit(case) / (norm + case.clip_eps), max=1.0)
+    if change.unlimited and norm:
+        coefficient = limit(case) / (norm + case.clip_eps)
     with computed_in("fp32"):
         for i in gradients:
             gradients[i] = gradients[i] * coefficient
@@ -156,16 +202,17 @@ def clipping(gradients: Sequence[torch.Tensor], most: float, eps: float) -> tupl
 
 
 def _updated(
-    case: MixedPrecisionCase, i: int, values: torch.Tensor, gradient: torch.Tensor, state: Tensors, t: int
+    case: MixedPrecisionCase, i: int, values: torch.Tensor, gradient: torch.Tensor, state: Tensors, t: int, made: int
 ) -> tuple[torch.Tensor, Tensors]:
-    """In fp32. With a learning rate of 0 the values are those before, whatever the state does."""
+    """In fp32. With a learning rate of 0 the values are those before, whatever the state does. t: how many steps count
+    for the learning rate; made: and for the correction of Adam's moments."""
     group = case.groups[case.group_of(i)]
     lr, decay = group.lr * case.factor(t), group.weight_decay
     with computed_in("fp32"):
         if case.optimizer == "adamw":
-            new, state = adamw(values, gradient, state, t + 1, lr, case.betas, case.adam_eps, decay)
+            new, state = adamw(values, gradient, state, made + 1, lr, case.betas, case.adam_eps, decay)
         else:
-            new, state = sgd(values, gradient, state, t + 1, lr, case.momentum, decay)
+            new, state = sgd(values, gradient, state, made + 1, lr, case.momentum, decay)
     return (new if lr else values), state
 
 

@@ -73,7 +73,8 @@ def judge(
     if ownership is not None:
         return Verdict((ownership,))
     offered = {name for one in seen for name in one.tensors}
-    want = {name: one for name, one in want.items() if name in offered or name.startswith("parameter")}
+    shown = [name for name in want if name in offered or name.startswith("parameter")]
+    want = {name: want[name] for name in sorted(shown, key=_telling)}
     forms = forms_of(case)
     why = explanation(forms, case.mesh, seen, {}, 1, lambda name: suspects(case, given, plans, name))
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
@@ -84,6 +85,14 @@ def judge(
         *judge_resumed(case.mesh, case.load, worlds),
     )
     return replace(verdict, findings=findings)
+
+
+def _telling(name: str) -> tuple[int, int]:
+    """The first that is wrong is explained: in the first step in which something is, what is kept in fp32, which tells
+    mistakes apart that a rounded model does not; then norms, which more mistakes have in common."""
+    step = int(name.partition("[")[2].removesuffix("]"))
+    kind = 1 if name.startswith(("norm", "coefficient")) else 2 if name.startswith("parameter") else 0
+    return step, kind
 
 
 def forms_of(case: MixedPrecisionCase) -> dict[str, Form]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from harness.oracle.patterns.evidence import Suspect
 from reference.mixed_precision import MixedPrecisionCase
-from reference.mixed_precision_steps import Planned, Tensors, expected
+from reference.mixed_precision_steps import Changed, Planned, Tensors, expected
 
 Results = dict[str, torch.Tensor | None]
 
@@ -39,9 +40,22 @@ def _stored(case: MixedPrecisionCase, name: str, values: torch.Tensor) -> torch.
 def _mistakes(
     case: MixedPrecisionCase, given: Tensors, plans: Sequence[Planned]
 ) -> Iterator[tuple[str, Callable[[], Results]]]:
+    def with_(**change: Any) -> Callable[[], Results]:
+        return lambda: expected(case, given, plans, Changed(**change))
+
     if any(one.skipped for one in plans):
-        counted = [replace(one, t=step) for step, one in enumerate(plans)]
-        yield "steps that are skipped counted for the learning rate", lambda: expected(case, given, counted)
+        rate, moments = "for the learning rate", "where Adam's moments are corrected for their start"
+        if case.warmup:
+            yield f"steps that are skipped counted {rate}", with_(rate_counts=True)
+        if case.optimizer == "adamw":
+            yield f"steps that are skipped counted {moments}", with_(moments_count=True)
+        if case.warmup and case.optimizer == "adamw":
+            yield f"steps that are skipped counted {rate} and {moments}", with_(rate_counts=True, moments_count=True)
+        if case.states:
+            yield f"{' and '.join(case.states)} decayed in steps that are skipped", with_(decays=True)
+    if any(map(case.has_master, range(len(case.parameters)))):
+        for when in ("before", "after"):
+            yield "masters were made anew from the rounded model in each step", with_(remade=when)
     if any(one.scale != 1 for one in plans):
         yield "the loss scale were not divided out", lambda: expected(case, _scaled(given, plans, 1), plans)
         yield "the loss scale were divided out twice", lambda: expected(case, _scaled(given, plans, -1), plans)
@@ -50,6 +64,9 @@ def _mistakes(
             replace(case, reload=0), given, plans)  # fmt: skip
     if case.clip:
         yield "nothing were clipped", lambda: expected(replace(case, clip=0.0), given, plans)
+        yield "gradients within the limit were scaled up to it", with_(unlimited=True)
+        if any(one.scale != 1 for one in plans):
+            yield "gradients were clipped before the loss scale was divided out", with_(norm_scaled=True)
     if case.replicas > 1:
         yield "gradients were summed and not averaged", lambda: expected(case, _times(given, case.replicas), plans)
         yield "gradients were averaged twice", lambda: expected(case, _times(given, 1 / case.replicas), plans)

@@ -24,8 +24,8 @@ from reference.layout import window
 from reference.loss_scale import Scaling
 from reference.mesh import Mesh
 from reference.mixed_precision import MixedPrecisionCase, MixedPrecisionRecipes
-from reference.mixed_precision_parts import MixedParameter, Overflow
-from reference.mixed_precision_steps import expected, names, plan, tensors
+from reference.mixed_precision_parts import Group, MixedParameter, Overflow
+from reference.mixed_precision_steps import Changed, expected, names, plan, tensors
 from reference.recipe import Recipe
 
 MIXED = harness.properties.property_of("mixed_precision")
@@ -222,6 +222,45 @@ def test_a_cause_is_told(changes: dict[str, Any], cause: str) -> None:
     if "t" in changes:
         plans = tuple(dataclasses.replace(one, t=step) for step, one in enumerate(plans))
     assert cause in said(verdict(base, observed(base, expected(other, given, plans))))
+
+
+ADAMW = dataclasses.replace(CASE, groups=(Group(0.1),), optimizer="adamw", momentum=0.0, warmup=4)
+HALF = dataclasses.replace(CASE, dtype="fp16", clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        *(
+            (case, Changed(remade=when), "is as if masters were made anew from the rounded model in each step")
+            for case in (CASE, ADAMW, HALF)
+            for when in ("before", "after")
+        ),
+        (CASE, Changed(decays=True), "is as if momentum decayed in steps that are skipped"),
+        (ADAMW, Changed(decays=True), "is as if exp_avg and exp_avg_sq decayed in steps that are skipped"),
+        (ADAMW, Changed(rate_counts=True), "is as if steps that are skipped counted for the learning rate;"),
+        (ADAMW, Changed(moments_count=True), "counted where Adam's moments are corrected for their start;"),
+        (ADAMW, Changed(rate_counts=True, moments_count=True), "for the learning rate and where Adam's moments"),
+        (HALF, Changed(norm_scaled=True), "is as if gradients were clipped before the loss scale was divided out"),
+        (
+            # With a scale it may be that it was not divided out: then gradients are clipped to the limit as well.
+            dataclasses.replace(CASE, clip=4.0, clip_eps=1e-6, scaling=Scaling("constant", 1.0)),
+            Changed(unlimited=True),
+            "is as if gradients within the limit were scaled up to it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kinds", [("master", "momentum", "exp_avg", "norm", "coefficient"), ("master",)])
+def test_a_cause_is_told_by_values(case: Any, change: Changed, words: str, kinds: tuple[str, ...]) -> None:
+    """Also where masters alone are shown, and neither moments nor norms."""
+    given = tensors(case)
+    world = observed(case, expected(case, given, plan(case, given), change))
+    for one in world:
+        shown = {name: x for name, x in one.tensors.items() if name.startswith(("parameter", *kinds))}
+        object.__setattr__(one, "tensors", shown)
+    found = verdict(case, world)
+    assert words in said(found), said(found)
+    assert "either" not in said(found)
 
 
 class Simple:
