@@ -182,11 +182,14 @@ class _Run:
         return optimizer.load
 
     def foreign_state(self) -> Any:
-        """A state of another configuration, or one from which the last entry is missing; after so many steps that all
-        of it has moved: what a load takes over before it refuses, shows."""
+        """A state of another configuration, or one from which the last entry is missing; of other values, after so many
+        steps that moments and scale have moved: what a load takes over before it refuses, shows."""
         case = self.case if self.case.invalid == "state_truncated" else self.case.other
         case = replace(case, invalid=None)
         parameters = self.parameters(case)
+        with torch.no_grad():
+            for parameter in parameters.values():  # a learning rate of 0 moves none
+                parameter.neg_().add_(0.5)
         optimizer = self.built(case, parameters)
         for step in range(case.scaling.growth_interval if case.scaling.kind == "dynamic" else 1):
             # The sum over all ranks is within the range of fp16.

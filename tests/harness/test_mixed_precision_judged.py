@@ -413,9 +413,10 @@ def test_a_half_loaded_state_is_told() -> None:
     assert "a load that was refused changed steps" in said(verdict(case, [attempt(case, tensors(case), 0, counting)]))
 
 
-def test_a_state_to_refuse_is_not_that_of_the_beginning() -> None:
+@pytest.mark.parametrize("lr", [1.0, 0.0])
+def test_a_state_to_refuse_is_not_that_of_the_beginning(lr: float) -> None:
     """Else what is taken over of it is what was there."""
-    case = dataclasses.replace(ONE, invalid="state_truncated", reload=0, load=0)
+    case = dataclasses.replace(ONE, groups=(Group(lr),), invalid="state_truncated", reload=0, load=0)
 
     def copying(c: MixedPrecisionCase, parameters: Mapping[str, nn.Parameter]) -> MixedPrecision:
         made = Simple(c, parameters)
