@@ -118,6 +118,18 @@ def layout_text(layout: Layout) -> str:
     return " and ".join(str(part) for part in placements(layout) if part != Each(())) or "Whole()"
 
 
+def layout_in_words(layout: Layout) -> str:
+    """`layout_text`, but what lies on the ranks of one coordinate whole, as a parameter on its stage, is said so."""
+    said = []
+    for part in placements(layout):
+        there = [at for at, size in enumerate(part.sizes or ()) if size] if isinstance(part, Split) else []
+        if isinstance(part, Split) and part.copies == 1 and isinstance(part.axis, str) and len(there) == 1:
+            said += [f"all on {part.axis}={there[0]}"] if len(part.sizes or ()) > 1 else []
+        else:
+            said.append(layout_text(part))
+    return " and ".join(one for one in said if one != layout_text(())) or layout_text(())
+
+
 def cut(length: int, parts: int, rule: Rule = "balanced") -> tuple[int, ...]:
     """The lengths of ``parts`` pieces of a dimension; pieces may be empty."""
     if rule == "chunk":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from harness.observation import LocalTensor, Observation
 from harness.verdict import Finding
-from reference.layout import Layout, Window, layout_text, partial_axes, window
+from reference.layout import Layout, Window, layout_in_words, partial_axes, window
 from reference.mesh import Mesh
 
 Values = NDArray[np.float64]
@@ -160,7 +160,7 @@ def described(
         local,
         g,
         w,
-        details=f"layout: {layout_text(layout)}",
+        details=f"layout: {layout_in_words(layout)}",
     )
 
 

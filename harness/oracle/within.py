@@ -11,7 +11,7 @@ from harness.observation import Observation
 from harness.oracle.compare import described, held_values, must_be_absent
 from harness.oracle.statistics import Expected, Part, Statistic, parts, ratios, slope, worst
 from harness.verdict import Finding
-from reference.layout import Layout, layout_text
+from reference.layout import Layout, layout_in_words
 from reference.mesh import Mesh
 
 
@@ -90,7 +90,7 @@ def _factor(name: str, layout: Layout, mesh: Mesh, found: Sequence[Part], factor
         factor.rank,
         None if factor.rank is None else mesh.describe(factor.rank),
         name,
-        details=f"limit: {limits.slope:g} times\nlayout: {layout_text(layout)}",
+        details=f"limit: {limits.slope:g} times\nlayout: {layout_in_words(layout)}",
     )
 
 

@@ -19,6 +19,7 @@ from reference.layout import (
     Split,
     Whole,
     cut,
+    layout_in_words,
     layout_text,
     partial_axes,
     placements,
@@ -194,3 +195,18 @@ def test_what_does_not_fit_is_refused(shape: tuple[int, ...], layout: Layout, me
 def test_what_is_no_layout_is_refused(layout: Any) -> None:
     with pytest.raises(TypeError, match=r"is not a layout: use Split\(dim, axis\)"):
         placements(layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ((Split(0, "pp", (4, 0)), Split(0, "tp")), "all on pp=0 and Split(0, 'tp')"),
+        ((Split(0, "pp", (0, 4)),), "all on pp=1"),
+        ((Split(0, "pp", (1,)),), "Whole()"),
+        ((Split(0, "pp", (1,)), Split(0, "tp")), "Split(0, 'tp')"),
+        (Split(0, "tp", (1, 3)), "Split(0, 'tp', sizes=(1, 3))"),
+        (Whole(), "Whole()"),
+    ],
+)
+def test_what_lies_on_one_coordinate_is_said_so(layout: Layout, words: str) -> None:
+    assert layout_in_words(layout) == words

@@ -11,6 +11,8 @@ from harness.oracle.patterns.formats import format_named, ulp
 from harness.oracle.patterns.wording import numbers
 
 _MOST_RANKS = 8
+#: Beyond this the values have nothing to do with each other, and the number says nothing.
+_MOST_ULPS = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Worst:
     ulps: float
 
     def text(self) -> str:
-        off = f"off by {self.error:.6g}, {self.ulps:.3g} ulps" if np.isfinite(self.error) else "not comparable"
+        off = f"off by {self.error:.6g}" if np.isfinite(self.error) else "not comparable"
+        if self.ulps <= _MOST_ULPS:
+            off += f", {self.ulps:.3g} ulps"
         if self.tolerances is not None and np.isfinite(self.tolerances):
             off += f", {self.tolerances:.3g} times the tolerance"
         return (
