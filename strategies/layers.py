@@ -36,12 +36,10 @@ def one_in(draw: st.DrawFn, n: int) -> bool:
 def what_to_refuse(draw: st.DrawFn, n: int, others: Sequence[Kind], states: Sequence[Kind]) -> Kind | None:
     """What a candidate must refuse, in one of n cases, or nothing. They are cheap, and each kind is another fault.
 
-    states: kinds of saved states, which are half of it: a load that refuses must also leave all as it was.
+    states: kinds of saved states, each twice as frequent: a load that refuses must also leave all as it was.
     """
-    if not (others or states) or not one_in(draw, n):
-        return None
-    of_state = states and (not others or draw(st.booleans()))
-    return draw(st.sampled_from(states if of_state else others))
+    kinds = [*others, *states, *states]
+    return draw(st.sampled_from(kinds)) if kinds and one_in(draw, n) else None
 
 
 def cut_length(draw: st.DrawFn, n: int, uneven: bool) -> int:
