@@ -147,10 +147,16 @@ class _Run:
         return self.scaler.load
 
     def foreign_state(self) -> Any:
-        """A state of another configuration, or one from which the last entry is missing."""
-        if self.case.invalid == "state_truncated":
-            return cut_short(read(self.state_of(self.scaler)))
-        return read(self.state_of(self.built(replace(self.case, scaling=self.case.other, invalid=None, events=()))))
+        """A state of another configuration, or one from which the last entry is missing; of a scaler that has moved:
+        what a load takes over before it refuses, shows."""
+        truncated = self.case.invalid == "state_truncated"
+        scaling = self.case.scaling if truncated else self.case.other
+        scaler = self.built(replace(self.case, scaling=scaling, invalid=None, events=()))
+        with phase("update"):
+            for found in (*(True,) * max(1, scaling.hysteresis), False):
+                scaler.update(found)
+        state = read(self.state_of(scaler))
+        return cut_short(state) if truncated else state
 
 
 def _bits(gradient: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,11 @@ def test_what_is_right_holds(bench: Any, candidate: str, case: Any) -> None:
             replace(STEPS, events=(), invalid="state_minimum"),
             "mismatch: a load that was refused changed",
         ),
+        (
+            "ScaleTaken",
+            replace(STEPS, events=(), invalid="state_truncated"),
+            "mismatch: a load that was refused changed",
+        ),
         ("HysteresisAlone", replace(STEPS, invalid="state_growth_factor"), "with another growth_factor were accepted"),
         ("Zeroing", STEPS, "check of event 0 changed the gradients; expected it to look at them alone"),
         ("Summing", STEPS, "the check of the rank's own gradients is True on every rank after event 0"),

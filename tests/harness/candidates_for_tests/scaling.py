@@ -129,6 +129,25 @@ class HalfLoaded(Builtin):
         return made
 
 
+class ScaleTaken(Builtin):
+    """Takes the scale of a state that it refuses then."""
+
+    def loss_scaler(self, case: Any) -> LossScaler:
+        made = super().loss_scaler(case)
+        right, taken = made.load, list[float]()
+        assert right is not None
+        scale = made.scale
+
+        def load(state: Any) -> None:
+            taken[:] = [state["state"]["scale"]]
+            right(state)
+            taken.clear()
+
+        made.load = load
+        made.scale = lambda: taken[0] if taken else scale()
+        return made
+
+
 class HalfConfigured(Builtin):
     """A load that is refused has taken over something that is only seen when the state is saved."""
 
