@@ -47,16 +47,17 @@ def measure(want: torch.Tensor, copies: torch.Tensor | None, runs: int) -> Sprea
         return Spread(value, zeros, zeros[0], nowhere)
     copies = copies.to(torch.float64)
     residuals = copies - value
-    deviation = _largest(residuals)
+    deviation = largest(residuals)
     if not value.numel() or math.isfinite(float(deviation.max())):
         return Spread(value, residuals, deviation, nowhere)
     finite = residuals.isfinite()
     same = (copies == value) | (copies.isnan() & value.isnan())
     residuals = torch.where(finite, residuals, 0.0)
-    return Spread(value, residuals, _largest(residuals), ~(finite | same).all(0))
+    return Spread(value, residuals, largest(residuals), ~(finite | same).all(0))
 
 
-def _largest(residuals: torch.Tensor) -> torch.Tensor:
+def largest(residuals: torch.Tensor) -> torch.Tensor:
+    """Of each element in eight runs, or the mean of that in more. residuals: [K, *shape]."""
     runs = len(residuals)
     if runs <= RUNS or runs % RUNS:
         return residuals.abs().amax(0)

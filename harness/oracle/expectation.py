@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from harness.errors import WrongUse
 from harness.oracle.dataflow import Dataflow, Following, NumbersLeave
 from harness.oracle.deviation import RUNS as RUNS
+from harness.oracle.deviation import largest
 from harness.oracle.overflow import LooksAtNumbers, Overflow
 from harness.oracle.rounding import Compute, Spread, disturb, repeatable
 from harness.oracle.soundness import (
@@ -21,6 +22,7 @@ from harness.oracle.soundness import (
     unchanged,
 )
 from harness.oracle.statistics import Expected
+from harness.oracle.within import Limits
 from reference.dtypes import FORMATS, Format
 
 #: Disturbed runs before a case is condemned. Eight scatter: a tolerance that is five times too small comes once in some
@@ -37,6 +39,7 @@ def expect(
     given: Mapping[str, torch.Tensor] | None = None,
     idle: Collection[str] = (),
     may_be_nan: Collection[str] = (),
+    squares: Callable[[str], bool] = lambda name: False,
     runs: int = RUNS,
     seed: int = 0,
 ) -> dict[str, Expected | None]:
@@ -44,7 +47,9 @@ def expect(
 
     compute: returns every tensor that must come out, global, float64, by name; None where there must be none. fmt: the
     format under test. given: the tensors that ``compute`` works on, by name; each must reach some result, but for the
-    idle ones. may_be_nan: results that may be NaN although all that is given is finite.
+    idle ones. may_be_nan: results that may be NaN although all that is given is finite. squares: whether a result is
+    a square, or a sum of squares: its tolerance is that of its root. Rounding moves a number that is nearly zero by s
+    or by 3 s as it happens, and its square by s^2 or by 9 s^2, in disturbed runs as in right code.
     Raises as `harness.oracle.rounding.spread` does, and UnsoundReference where ``compute`` changes what it is given,
     ignores some of it, or returns NaN where it must not.
     """
@@ -55,7 +60,7 @@ def expect(
         may_overflow = _may_overflow(compute, fmt, seed) if found.near_overflow else {}
     require_numbers(given, found.want, may_be_nan)
     return {
-        name: None if one is None else _expected(one, may_overflow, name, fmt)
+        name: None if one is None else _expected(one, may_overflow, name, fmt, squares(name))
         for name, one in found.spreads(runs).items()
     }
 
@@ -106,13 +111,13 @@ def _may_overflow(compute: Compute, fmt: Format, seed: int) -> Results | None:
         return None
 
 
-def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Format) -> Expected:
+def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Format, square: bool) -> Expected:
     free = found.ambiguous
     if may_overflow is None:
         free = torch.ones_like(free)
     elif (overflowed := may_overflow.get(name)) is not None:
         free = free | (overflowed.detach().isnan() & ~found.want.isnan())
-    deviation = found.deviation
+    deviation = _of_square(found) if square else found.deviation
     if fmt.precision >= _OWN.precision and deviation.any():
         # The reference rounds as much as what it judges, and a disturbance of less than its last bit is lost.
         own = 2 * _OWN.unit_roundoff * found.want.abs()
@@ -122,3 +127,11 @@ def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Forma
     arrays = (found.want, deviation, found.residuals, free)
     want, tolerances, residuals, ambiguous = (tensor.numpy() for tensor in arrays)
     return Expected(want, tolerances, residuals, ambiguous, smallest_normal=fmt.smallest_normal)
+
+
+def _of_square(found: Spread) -> torch.Tensor:
+    """One unit of ``worst``, with which a square is at its limit where its root is."""
+    root = found.want.clamp(min=0).sqrt()
+    by = largest((found.want + found.residuals).clamp(min=0).sqrt() - root)
+    deviation = 2 * root * by + Limits().worst * by * by
+    return torch.where(deviation.isfinite(), torch.maximum(found.deviation, deviation), found.deviation)

@@ -35,7 +35,12 @@ def wanted(
         if exact:
             return {**exactly(compute, given=given, idle=idle)}
         runs, seed = (CAREFUL, 1) if careful else (RUNS, 0)
-        return {**expect(compute, fmt, given=given, idle=idle, runs=runs, seed=seed)}
+        return {**expect(compute, fmt, given=given, idle=idle, squares=_is_square, runs=runs, seed=seed)}
+
+
+def _is_square(name: str) -> bool:
+    """As ``exp_avg_sq0[1]`` and ``output_weight.exp_avg_sq`` are."""
+    return "exp_avg_sq" in name
 
 
 @contextmanager
