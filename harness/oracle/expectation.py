@@ -48,8 +48,8 @@ def expect(
     compute: returns every tensor that must come out, global, float64, by name; None where there must be none. fmt: the
     format under test. given: the tensors that ``compute`` works on, by name; each must reach some result, but for the
     idle ones. may_be_nan: results that may be NaN although all that is given is finite. squares: whether a result is
-    a square, or a sum of squares: its tolerance is that of its root. Rounding moves a number that is nearly zero by s
-    or by 3 s as it happens, and its square by s^2 or by 9 s^2, in disturbed runs as in right code.
+    a square, or a sum of squares: its tolerance and slope are those of its root. Rounding moves a number that is nearly
+    zero by s or by 3 s as it happens, and its square by s^2 or by 9 s^2, in disturbed runs as in right code.
     Raises as `harness.oracle.rounding.spread` does, and UnsoundReference where ``compute`` changes what it is given,
     ignores some of it, or returns NaN where it must not.
     """
@@ -126,7 +126,7 @@ def _expected(found: Spread, may_overflow: Results | None, name: str, fmt: Forma
         deviation = torch.where(own.isfinite(), torch.maximum(deviation, own), deviation)
     arrays = (found.want, deviation, found.residuals, free)
     want, tolerances, residuals, ambiguous = (tensor.numpy() for tensor in arrays)
-    return Expected(want, tolerances, residuals, ambiguous, smallest_normal=fmt.smallest_normal)
+    return Expected(want, tolerances, residuals, ambiguous, fmt.smallest_normal, square)
 
 
 def _of_square(found: Spread) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Expected:
     want, tolerance, ambiguous: of the global shape; residuals: [K, *shape], disturbed - want of K runs. The tolerance
     of an element is one unit of ``worst``. Where ``ambiguous``, rounding decides whether there is a finite value, and
     any is right. smallest_normal: of the format. Below it numbers round to zero, all the same way, and no slope can be
-    told from that.
+    told from that. square: these are squares, or sums of squares, and the slope is that of their roots, as the
+    tolerance is.
     """
 
     want: Values
@@ -38,6 +39,7 @@ class Expected:
     residuals: Values
     ambiguous: NDArray[np.bool_]
     smallest_normal: float = 0.0
+    square: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,20 @@ class Part:
     residuals: Values
     free: NDArray[np.bool_]
     smallest_normal: float
+    square: bool = False
 
     @property
     def sloped(self) -> NDArray[np.bool_]:
         """The elements that tell of a common factor."""
         return np.isfinite(self.want) & np.isfinite(self.got) & ~self.free & (np.abs(self.want) >= self.smallest_normal)
+
+    def along(self) -> tuple[Values, Values, Values]:
+        """What is wanted, what came, and the residuals, [K, elements], of the elements that tell of a common factor."""
+        at = self.sloped
+        want, got, residuals = self.want[at], self.got[at], self.residuals[:, at]
+        if not self.square:
+            return want, got, residuals
+        return _root(want), _root(got), _root(want + residuals) - _root(want)
 
 
 def parts(expected: Expected, layout: Layout, mesh: Mesh, got: Sequence[Values]) -> list[Part]:
@@ -82,6 +93,7 @@ def parts(expected: Expected, layout: Layout, mesh: Mesh, got: Sequence[Values])
                 runs,
                 cut.take(expected.ambiguous),
                 expected.smallest_normal,
+                expected.square,
             )
         )
     return made
@@ -119,11 +131,12 @@ def slope(found: Sequence[Part]) -> Statistic:
 
 
 def _slope(found: Sequence[Part]) -> float:
-    want = np.concatenate([part.want[part.sloped] for part in found])
+    along = [part.along() for part in found]
+    want = np.concatenate([one[0] for one in along])
     if not want.any():
         return 0.0
-    got = np.concatenate([part.got[part.sloped] for part in found])
-    residuals = np.concatenate([part.residuals[:, part.sloped] for part in found], axis=1)
+    got = np.concatenate([one[1] for one in along])
+    residuals = np.concatenate([one[2] for one in along], axis=1)
     # Scaled by a power of two: near the largest or smallest numbers the products would leave the format.
     scaled = np.ldexp(want, -math.frexp(float(np.abs(want).max()))[1])
     lean = abs(float((got - want) @ scaled))
@@ -135,6 +148,11 @@ def _slope(found: Sequence[Part]) -> float:
     if largest == 0:
         return math.inf
     return lean / largest / math.sqrt(float(np.mean(np.square(runs / largest))))  # no square leaves float64
+
+
+def _root(values: Values) -> Values:
+    """With the sign, which a square that is wrong may have."""
+    return np.asarray(np.copysign(np.sqrt(np.abs(values)), values))
 
 
 def _alike(want: Values, got: Values) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:

@@ -10,13 +10,19 @@ import torch
 
 from harness.oracle.expectation import expect
 from harness.oracle.rounding import disturb
+from harness.oracle.statistics import parts, slope
 from harness.oracle.within import Limits
 from reference.dtypes import FORMATS
+from reference.layout import Whole
+from reference.mesh import Mesh
 
 BF16 = FORMATS["bf16"]
 X = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 #: Each row adds up to a thousandth of its elements.
 ROWS = torch.cat([X, -X, 1e-3 * X[:, :1]], 1)
+
+
+ONES = torch.linspace(1, 2, 8, dtype=torch.float64)
 
 
 def compute() -> dict[str, torch.Tensor | None]:
@@ -38,6 +44,29 @@ def test_right_squares_are_within_their_tolerance_as_their_roots_are() -> None:
     assert ratios("sum", squares=False).max() < limit
     assert ratios("exp_avg_sq", squares=False).max() > limit, "without knowing, right ones are refused"
     assert ratios("exp_avg_sq", squares=True).max() < limit
+
+
+def slopes(squares: bool) -> list[float]:
+    """Of right runs of a vector that has one number for a factor, which nearly cancels, for 150 such numbers."""
+    found = []
+    for row in ROWS[600:750]:
+
+        def of(row: torch.Tensor = row) -> dict[str, torch.Tensor | None]:
+            y = functools.reduce(torch.add, row.unbind()) * ONES
+            return {"exp_avg_sq": y * y}
+
+        expected = expect(of, BF16, given={"row": row}, squares=lambda name: squares)["exp_avg_sq"]
+        copies = disturb(of, BF16, runs=64, seed=7).copies["exp_avg_sq"]
+        assert expected is not None
+        assert copies is not None
+        one = Mesh.of(tp=1)
+        found += [slope(parts(expected, Whole(), one, [copy.numpy()])).value for copy in copies]
+    return found
+
+
+def test_the_slope_of_squares_is_that_of_their_roots() -> None:
+    assert max(slopes(squares=False)) > Limits().slope, "without knowing, right ones are refused"
+    assert max(slopes(squares=True)) < Limits().slope
 
 
 @pytest.mark.parametrize("size", [1.0, 100.0])
