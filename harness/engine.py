@@ -130,7 +130,7 @@ def _searched(
     clock: _Clock,
 ) -> tuple[list[Fault], str | None]:
     """The faults, shrunk, and why fewer cases ran than were asked for."""
-    faults, stopped = [], None
+    faults, stopped, hurried = [], None, False
     simplest: dict[type[Fault], Fault] = {}  # Hypothesis only tries what is simpler than what failed before
 
     def judge(case: Any) -> None:
@@ -172,7 +172,7 @@ def _searched(
     except _Stop as stop:
         stopped = str(stop)
     except _Enough:
-        faults = list(simplest.values())
+        faults, hurried = list(simplest.values()), True
     except Fault as fault:
         faults = [fault]
     except BaseExceptionGroup as group:
@@ -192,9 +192,13 @@ def _searched(
 
         for found in faults:
             seconds = min(limits.shrink_seconds, ends - time.monotonic())
+            began = time.monotonic()
             polished.append(_polished(bench, subject, scope, seconds, found, tally.confirmed, told))
+            hurried |= time.monotonic() - began > seconds
         # Two that could not be seen again are one.
         faults = [with_cause(found, tally.confirmed) for found in dict.fromkeys(polished)]
+        if hurried and stopped is None:
+            stopped = "not shrunk to the end: there was no more time"
     return faults, stopped or tally.why_fewer(limits.examples)
 
 

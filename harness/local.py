@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -106,11 +107,21 @@ class Purity:
             if not _same_bits(now(), copy):
                 self._problems.append(f"changed {name} in place")
 
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, random numbers may be drawn, and a random state be loaded."""
+        self._see_random()
+        yield
+        self._random = torch.get_rng_state()
+
+    def _see_random(self) -> None:
+        if not self._draws and not torch.equal(self._random, torch.get_rng_state()):
+            self._problems.append("drew from the default random generator and did not restore it")
+
     def report(self) -> Iterator[str]:
         """One sentence for each thing that was changed."""
-        yield from self._problems
-        if not self._draws and not torch.equal(self._random, torch.get_rng_state()):
-            yield "drew from the default random generator and did not restore it"
+        self._see_random()
+        yield from dict.fromkeys(self._problems)
         if torch.get_default_dtype() != self._dtype:
             yield f"left the default dtype at {torch.get_default_dtype()}"
         if torch.get_default_device() != self._device:

@@ -217,7 +217,7 @@ class _Run:
         if case.reload == step:
             self._reload(parameters, optimizer)
         self._set_gradients(case, parameters, step, number("scale", optimizer.scale))
-        with phase(f"step {step} after saving"):
+        with phase(f"step {step} of the optimizer that saved, and goes on"):
             skipped = optimizer.step()
         self.gone_on = reading(case, parameters, optimizer), {"skipped": skipped, **decisions(optimizer)}
         return kept, file

@@ -171,7 +171,7 @@ class _Run:
         file, kept, step = written(self._saver(optimizer)), again_as(parameters), self.case.load
         if self.case.load_axis is None:
             self._set_gradients(parameters, step)
-            with phase(f"step {step} after saving"):
+            with phase(f"step {step} of the optimizer that saved, and goes on"):
                 optimizer.step()
             other = replace(self, tensors={}, owned={})
             other._read(parameters, optimizer, step)

@@ -77,9 +77,13 @@ class Run:
     gone_on: tuple[Read, dict[str, Any]] | None = None
     apart: list[str] = field(default_factory=list)
     part: TrainerOnRank = field(init=False)
+    purity: Purity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.purity = Purity(draws=self.case.model.dropout > 0)
 
     def all(self, before: Observation | None = None) -> Observation:
-        case, purity = self.case, Purity(draws=self.case.model.dropout > 0)
+        case, purity = self.case, self.purity
         if before is None:
             self.begin()
         else:
@@ -130,7 +134,7 @@ class Run:
 
     def _built(self, step: int) -> TrainerOnRank:
         case = self.case.seen_by(step)
-        with phase("build"):
+        with self.purity.drawing(), phase("build"):
             made = self.build(case)
         if not isinstance(made, Trainer):
             said = reprlib.repr(made)
@@ -155,7 +159,7 @@ class Run:
         if self.case.resume == "same":
             step = self.case.load
             part.hook(step)
-            with phase(f"step {step} after saving"):
+            with phase(f"step {step} of the trainer that saved, and goes on"):
                 part.trainer.step(*self._batch(step))
                 skipped = part.trainer.skipped()
             self.gone_on = part.reading(), {"skipped": skipped, **decisions(part.trainer)}
@@ -166,7 +170,7 @@ class Run:
         state = read(file)  # now that there are groups, which what it holds may ask for
         if made.trainer.load is None:
             raise NotOffered("the trainer has no load")
-        with phase("load"):
+        with self.purity.drawing(), phase("load"):
             made.trainer.load(state)
         return made
 

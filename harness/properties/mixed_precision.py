@@ -78,11 +78,12 @@ def judge(
     forms = forms_of(case)
     why = explanation(forms, case.mesh, seen, {}, 1, lambda name: suspects(case, given, plans, name))
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
+    # What saving and loading did explains the rest.
     findings = (
+        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings, case.relaunch),
         *verdict.findings,
         *judge_masters(case, seen),
         *judge_copies(case, seen),
-        *judge_resumed(case.mesh, case.load, worlds),
     )
     return replace(verdict, findings=findings)
 

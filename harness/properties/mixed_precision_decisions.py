@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from harness.endings import name_ranks
 from harness.mixed_precision_steps import MOVED, SEEN, SKIPPED
 from harness.properties.base import World
+from harness.properties.resumed import some
 from harness.verdict import Finding
 from reference.mixed_precision import MixedPrecisionCase
 from reference.mixed_precision_steps import Planned
@@ -69,6 +70,7 @@ def _wrong_in(case: Case, step: int, planned: Planned, seen: World) -> Iterator[
         others = "; ".join(f"{case.mesh.describe(r)}: {value}" for r, value in enumerate(held))
         message = f"{_LABELS[name]} is {held[rank]} {where} in step {step} ({_cause(case, step, planned)}); "
         message += f"expected {right}" + (": ranks differ, in training they take different steps" if differ else "")
+        message += _loaded(case, step)
         yield Finding(
             "disagree" if differ else "mismatch", message, rank, place, f"{name}[{step}]", got=float(held[rank]),
             want=float(right), details=others if differ else "",
@@ -83,9 +85,15 @@ def _moved_in(case: Case, step: int, planned: Planned, seen: World) -> Iterator[
         moved = one.facts[MOVED][step]
         if moved:
             place = case.mesh.describe(rank)
-            message = f"step {step} is to be skipped ({_cause(case, step, planned)}), and it changed {', '.join(moved)}"
+            message = f"step {step} is to be skipped ({_cause(case, step, planned)}), and it changed {some(moved)}"
             yield Finding("mismatch", f"{message} on {place}", rank, place, f"{moved[0]}[{step}]")
             return
+
+
+def _loaded(case: Case, step: int) -> str:
+    if not case.load or step < case.load:
+        return ""
+    return f"; the state was loaded{' in new processes' if case.relaunch else ''} before step {case.load}"
 
 
 def _cause(case: Case, step: int, planned: Planned) -> str:

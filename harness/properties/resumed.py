@@ -10,19 +10,31 @@ from harness.saved import APART
 from harness.verdict import Finding
 from reference.mesh import Mesh
 
+#: So many names are said of what differs.
+_MOST = 3
 
-def judge_resumed(mesh: Mesh, load: int, worlds: Sequence[World]) -> Iterator[Finding]:
+
+def some(names: Sequence[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
+
+
+def judge_resumed(mesh: Mesh, load: int, worlds: Sequence[World], right: bool, anew: bool = False) -> Iterator[Finding]:
     """What differs from the run without an interruption, where there is one; and what differs between who loaded and
-    who saved, after the step before which that was. load: its number."""
+    who saved, after the step before which that was. load: its number. right: whether all is as one process has it.
+    anew: whether new processes loaded."""
+    where = " in new processes" if anew else ""
     if len(worlds) > 1:
-        yield from other_bits(mesh, worlds, f"after saving and loading at step {load}")
+        yield from other_bits(mesh, worlds, f"after saving and loading{where} at step {load}")
     for rank, one in enumerate(worlds[0]):
         apart = one.facts.get(APART)
         if apart:
             place = mesh.describe(rank)
+            why = "saving changed something" if right else "the state lacks something, or saving changed it"
             message = (
-                f"{', '.join(apart)} after step {load} {'is' if len(apart) == 1 else 'are'} other where the state was "
-                f"loaded before it than where it was saved, on {place}: saving changed something, or the state lacks it"
+                f"{why}: after step {load} who saved the state before it, and went on, has other bits than who loaded "
+                f"it{where}, on {place}, in {some(apart)}"
             )
             yield Finding("mismatch", message, rank, place, apart[0])
             return

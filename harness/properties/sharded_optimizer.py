@@ -79,10 +79,11 @@ def judge(
     forms = forms_of(case, want)
     why = explanation(forms, case.mesh, seen, expected(case, given), 1, lambda name: suspects(case, given, name))
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
+    # What saving and loading did explains the rest.
     findings = (
+        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings and not ownership, case.relaunch),
         *verdict.findings,
         *ownership,
-        *judge_resumed(case.mesh, case.load, worlds),
         *judge_traffic(case.mesh, needed(case), seen),
     )
     return replace(verdict, findings=findings)

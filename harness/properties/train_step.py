@@ -63,11 +63,12 @@ def judge(case: TrainStepCase, description: Description, want: dict[str, Want], 
         verdict = judge_with_masks(case.model, seen, lambda kept, careful: against(_wanted(case, kept, careful)))
     else:
         verdict = against(want)
+    # What saving and loading did explains the rest.
     findings = (
+        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings, case.relaunch),
         *verdict.findings,
         *judge_masters(case, seen),
         *(one for kind in ("", *case.kept) for one in copies_differ(case.model, seen, kind and f".{kind}")),
-        *judge_resumed(case.mesh, case.load, worlds),
     )
     return replace(verdict, findings=findings)
 

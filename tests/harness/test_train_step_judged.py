@@ -227,7 +227,8 @@ def test_a_trainer_that_goes_on_otherwise_than_what_it_saved() -> None:
     world = observed()
     world[3].facts[APART].extend(("norm_bias.momentum", "scale"))
     (found,) = judged(world)
-    assert "norm_bias.momentum, scale after step 0 are other where the state was loaded" in found.message
+    assert "saving changed something: after step 0 who saved the state before it, and went on, has" in found.message
+    assert found.message.endswith("in norm_bias.momentum, scale")
     assert found.rank == 3
 
 
@@ -369,3 +370,24 @@ def test_what_moves_is_seen_and_overflows_are_put_in() -> None:
     gradient = parameters["norm_bias"].grad
     assert gradient is not None
     assert gradient.isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("at", "says"), [("build", False), ("load", False), ("step", True)])
+def test_random_numbers_are_drawn_where_they_may_be(at: str, says: bool) -> None:
+    """A constructor fills its weights, and a load sets the generator back."""
+
+    def draw(where: str) -> None:
+        if at == where:
+            torch.rand(1)
+
+    def build(asked: TrainStepCase) -> Trainer:
+        draw("build")
+
+        def step(*tokens: torch.Tensor) -> torch.Tensor:
+            draw("step")
+            return torch.zeros(())
+
+        return trainer(step, save=dict, load=lambda state: draw("load"))
+
+    found = run(dataclasses.replace(ONE, steps=2, load=1), 0, build)
+    assert found.side_effects == (("drew from the default random generator and did not restore it",) if says else ())
