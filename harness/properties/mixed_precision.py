@@ -80,7 +80,7 @@ def judge(
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
     # What saving and loading did explains the rest.
     findings = (
-        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings, case.relaunch),
+        *judge_resumed(case.mesh, case.load, worlds, verdict.findings, case.relaunch),
         *verdict.findings,
         *judge_masters(case, seen),
         *judge_copies(case, seen),

@@ -81,7 +81,7 @@ def judge(
     verdict = judge_tensors(want, forms, case.mesh, seen, why)
     # What saving and loading did explains the rest.
     findings = (
-        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings and not ownership, case.relaunch),
+        *judge_resumed(case.mesh, case.load, worlds, [*verdict.findings, *ownership], case.relaunch),
         *verdict.findings,
         *ownership,
         *judge_traffic(case.mesh, needed(case), seen),

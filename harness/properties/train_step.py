@@ -65,7 +65,7 @@ def judge(case: TrainStepCase, description: Description, want: dict[str, Want], 
         verdict = against(want)
     # What saving and loading did explains the rest.
     findings = (
-        *judge_resumed(case.mesh, case.load, worlds, not verdict.findings, case.relaunch),
+        *judge_resumed(case.mesh, case.load, worlds, verdict.findings, case.relaunch),
         *verdict.findings,
         *judge_masters(case, seen),
         *(one for kind in ("", *case.kept) for one in copies_differ(case.model, seen, kind and f".{kind}")),
