@@ -27,6 +27,7 @@ def _of_norm(case: ClipCase, given: Tensors) -> Iterator[Suspect]:
         if found != norm:
             yield Suspect(f"is as if {cause}", np.array([found]))
     for cause, own in _not_reduced(case, given):
+        # Both are sums in float64, of other orders: what differs by less is the right norm again, and no suspect.
         if not all(math.isclose(found, norm) for found in own):
             yield Suspect(f"is as if {cause}", tuple(np.array([found]) for found in own))
 
