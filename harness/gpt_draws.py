@@ -31,6 +31,7 @@ class Dropouts:
     def __init__(self, case: GptCase, rank: int, gpt: Gpt) -> None:
         """Raises NotOffered for a model that does not tell of its forwards, in a case with dropout."""
         self._case, self._rank, self._gpt = case, rank, gpt
+        self._forwards: _Forwards | None = None
         if case.dropout and gpt.before_forward is None:
             raise NotOffered("the model has no before_forward")
 
@@ -38,10 +39,15 @@ class Dropouts:
         """Around a step."""
         if not self._case.dropout or self._gpt.before_forward is None:
             return nullcontext()
-        forwards = _Forwards(self._case)
-        with phase("before_forward"):
-            self._gpt.before_forward(forwards.begin)
-        return forwards
+        hooked, self._forwards = self._forwards is not None, _Forwards(self._case)
+        if not hooked:
+            with phase("before_forward"):
+                self._gpt.before_forward(self._begin)
+        return self._forwards
+
+    def _begin(self, stage: Any, micro_batch: Any) -> None:
+        if self._forwards is not None:
+            self._forwards.begin(stage, micro_batch)
 
     def masks(self, seen: _Forwards | None) -> Masks:
         """What each forward of the step drew. Raises WrongResult where that are not the masks that were due, and

@@ -29,21 +29,25 @@ class TrainerOnRank:
     running: Running
     parameters: dict[str, Held]
     dropouts: Dropouts
+    _step: int | None = None  # that is being made, or was last
+    _hooked: bool = False
 
     def close(self) -> None:
+        self._step = None  # who keeps hooks beyond a trainer may still call this one's
         if self.trainer.close is not None:
             with phase("close"):
                 self.trainer.close()
 
     def hook(self, step: int) -> None:
         """Has the overflows of a step put into its gradients."""
-        after_backward = self.trainer.after_backward
-        if self.case.overflows and after_backward is not None:
+        self._step, after_backward = step, self.trainer.after_backward
+        if self.case.overflows and after_backward is not None and not self._hooked:
+            self._hooked = True
             with phase("after_backward"):
-                after_backward(lambda: self._overflow(step))
+                after_backward(self._overflow)
 
-    def _overflow(self, step: int) -> None:
-        for name, element, value in self.case.hits(self.rank, step):
+    def _overflow(self) -> None:
+        for name, element, value in () if self._step is None else self.case.hits(self.rank, self._step):
             held = self.parameters[name]
             gradient = self._gradient(held.tensor)
             positions = torch.arange(gradient.numel()) if held.positions is None else held.positions.flatten()

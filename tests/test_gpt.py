@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from harness import Gpt, NotOffered, Split, cases, check
 from harness.candidates.builtin import Builtin
 from harness.drawn import DRAWN
+from harness.gpt_draws import Dropouts
 from harness.gpt_steps import run
 from harness.local import WrongAdapter, WrongResult
 from harness.observation import Observation
@@ -209,6 +210,23 @@ def test_an_adapter_that_is_wrong_is_told_so(what: str) -> None:
     build, kind, words = {**WRONG, **WRONGLY_DROPPED}[what]
     with pytest.raises(kind, match=words):
         run(replace(ONE, dropout=0.1 * (what in WRONGLY_DROPPED)), 0, build)
+
+
+def test_a_model_is_hooked_once() -> None:
+    told: list[Callable[[int, int], None]] = []
+
+    def step(*tokens: torch.Tensor) -> torch.Tensor:
+        told[0](0, 0)
+        torch.empty(8).bernoulli_(0.1)
+        return torch.zeros(())
+
+    case = replace(ONE, dropout=0.1)
+    dropouts = Dropouts(case, 0, Gpt(step, held(), {}, before_forward=told.append))
+    for _ in range(3):
+        with dropouts.seeing() as seen:
+            step()
+        assert set(dropouts.masks(seen)) == {(0, "embedded")}
+    assert len(told) == 1
 
 
 def test_a_probability_may_have_been_stored_in_bf16() -> None:

@@ -391,3 +391,45 @@ def test_random_numbers_are_drawn_where_they_may_be(at: str, says: bool) -> None
 
     found = run(dataclasses.replace(ONE, steps=2, load=1), 0, build)
     assert found.side_effects == (("drew from the default random generator and did not restore it",) if says else ())
+
+
+def test_a_trainer_is_hooked_once() -> None:
+    """ "From then on" may well be a list to which the trainer appends."""
+    hooks: list[Callable[[], None]] = []
+    parameters, seen = held(), list[bool]()
+
+    def step(*tokens: torch.Tensor) -> torch.Tensor:
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for hook in hooks:
+            hook()
+        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        seen.append(all(bool(gradient.isfinite().all()) for gradient in gradients))
+        return torch.zeros(())
+
+    case = dataclasses.replace(ONE, steps=4, overflows=(Overflow(0), Overflow(2)))
+    run(case, 0, lambda asked: trainer(step, parameters, after_backward=hooks.append))
+    assert seen == [False, True, False, True]
+    assert len(hooks) == 1
+
+
+def test_the_hook_of_a_trainer_that_is_closed_does_nothing() -> None:
+    hooks: list[Callable[[], None]] = []
+    parameters, calls = held(), list[int]()
+
+    def step(*tokens: torch.Tensor) -> torch.Tensor:
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for hook in hooks:
+            hook()
+        calls.append(
+            sum(int((parameter.grad != 0).sum()) for parameter in parameters.values() if parameter.grad is not None)
+        )
+        return torch.zeros(())
+
+    # The state is loaded before the second step, which whoever saved it has made as well.
+    case = dataclasses.replace(ONE, steps=3, load=1, overflows=(Overflow(1), Overflow(2, element=1)))
+    options: dict[str, Any] = {"after_backward": hooks.append, "save": dict, "load": lambda state: None}
+    run(case, 0, lambda asked: trainer(step, parameters, **options))
+    assert calls == [0, 1, 1, 1]
+    assert len(hooks) == 2
