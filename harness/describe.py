@@ -54,8 +54,12 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
     if not dtypes or set(dtypes) - set(FORMATS):
         raise WrongDeclaration(f"dtypes is {dtypes}; expected some of {', '.join(FORMATS)}")
     axes = tuple(_strings("axes", candidate.axes))
-    if "tp" not in axes or set(axes) - set(AXES):
-        raise WrongDeclaration(f"axes is {axes}; expected 'tp' and some of {', '.join(AXES)}")
+    if not axes or set(axes) - set(AXES):
+        raise WrongDeclaration(f"axes is {axes}; expected some of {', '.join(AXES)}")
+    for p in PROPERTIES.values():
+        offered = [method for method in p.methods if candidate.offers(method)]
+        if offered and p.axis is not None and p.axis not in axes:
+            raise WrongDeclaration(f"axes is {axes}; expected {p.axis!r} too, over which {offered[0]} is cut")
     if candidate.uneven not in ("balanced", "chunk"):
         raise WrongDeclaration(f"uneven is {candidate.uneven!r}; expected 'balanced' or 'chunk'")
     if candidate.initialization not in ("full", "per_rank", None):

@@ -47,7 +47,8 @@ Shape = tuple[int, ...]
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> AllReduceCase:
     """A reduction within the scope. The plainest one sums one element on one rank."""
-    axis = draw(st.sampled_from(scope.axes)) if scope.has("all_reduce_any_axis") and draw(st.booleans()) else "tp"
+    several = scope.has("all_reduce_any_axis") and draw(st.booleans())
+    axis = draw(st.sampled_from(scope.axes)) if several else scope.usual("tp")
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis))
     n = mesh.axis_size(axis)
     algorithm = draw(st.sampled_from(algorithms(scope)))
@@ -165,7 +166,7 @@ def within(case: AllReduceCase, scope: Scope) -> bool:
         "all_reduce_handles": case.calls == "handles",
         "all_reduce_empty": 0 in case.lengths,
         "all_reduce_refuses": bool(case.invalid) or not case.check,
-        "all_reduce_any_axis": case.axis != "tp",
+        "all_reduce_any_axis": case.axis != scope.usual("tp"),
     }
     return (
         case.dtype in scope.dtypes

@@ -29,7 +29,8 @@ _MOST_DIMS = 4
 def cases(draw: st.DrawFn, scope: Scope) -> CollectivesCase:
     """A collective within the scope. The plainest one copies one element on one rank."""
     kind = draw(st.sampled_from(KINDS))
-    axis = draw(st.sampled_from(scope.axes)) if scope.has("collectives_any_axis") and draw(st.booleans()) else "tp"
+    several = scope.has("collectives_any_axis") and draw(st.booleans())
+    axis = draw(st.sampled_from(scope.axes)) if several else scope.usual("tp")
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis))
     n, sequence = mesh.axis_size(axis), kind in ("gather_sequence", "reduce_scatter")
     dims = draw(st.integers(1, _MOST_DIMS))

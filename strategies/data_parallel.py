@@ -58,7 +58,7 @@ _ROUNDING = ("normal",) * 3 + ("uniform", "cancelling", "spiky") + ("lattice",)
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> DataParallelCase:
     """A case within the scope. The plainest one has one layer of one feature and one token on each rank."""
-    own = "dp" if "dp" in scope.axes else scope.axes[0]
+    own = scope.usual("dp")
     axis = draw(st.sampled_from(scope.axes)) if scope.has("data_parallel_any_axis") and one_in(draw, 3) else own
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis, most=1))
     n = mesh.axis_size(axis)

@@ -62,7 +62,7 @@ _SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved
 @st.composite
 def cases(draw: st.DrawFn, scope: Scope) -> PipelineCase:
     """A case within the scope. The plainest one has one stage of one feature on each rank, and one micro-batch."""
-    own = "pp" if "pp" in scope.axes else scope.axes[0]
+    own = scope.usual("pp")
     axis = draw(st.sampled_from(scope.axes)) if scope.has("pipeline_any_axis") and one_in(draw, 4) else own
     mesh = draw(meshes(scope.axes, scope.max_world, first=axis, most=1))
     p = mesh.axis_size(axis)

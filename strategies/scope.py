@@ -29,5 +29,9 @@ class Scope:
     token_dims: tuple[int, ...] = (1, 2, 3)
     checks_initialization: bool = False
 
+    def usual(self, axis: str) -> str:
+        """The axis along which cases lie where a candidate takes only one: this one where it has it, else its first."""
+        return axis if axis in self.axes else self.axes[0]
+
     def has(self, feature: str) -> bool:
         return feature in self.features

@@ -26,7 +26,7 @@ scopes = st.builds(
     Scope,
     max_world=st.integers(1, 16),
     dtypes=st.lists(st.sampled_from(list(FORMATS)), min_size=1, unique=True).map(tuple),
-    axes=st.lists(st.sampled_from(AXES), unique=True).map(lambda axes: ("tp", *(a for a in axes if a != "tp"))),
+    axes=st.lists(st.sampled_from(AXES), min_size=1, unique=True).map(tuple),
     features=st.sets(st.sampled_from(list(FEATURES))).map(lambda some: frozenset({"pipeline_gpipe", *some})),
 )
 

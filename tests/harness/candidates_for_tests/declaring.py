@@ -19,6 +19,14 @@ class UnknownAxis(Right):
     axes = ("tp", "fsdp")
 
 
+class NoAxis(Right):
+    axes = ()
+
+
+class OtherAxes(Right):
+    axes = ("dp", "pp")
+
+
 class OneString(Right):
     dtypes = "fp32"
 
