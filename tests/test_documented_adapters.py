@@ -17,8 +17,9 @@ import math
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from harness import Candidate, Clipper, LossScaler, MixedPrecision, NotOffered, new_group
+from harness import Candidate, Clipper, LossScaler, MixedPrecision, NotOffered, Trainer, new_group
 
 
 class MyScaler:
@@ -98,6 +99,81 @@ class MyOptimizer:
         return bool(found)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, hidden, heads, ffn):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = torch.nn.LayerNorm(hidden), torch.nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up, self.down = torch.nn.Linear(hidden, ffn, bias=False), torch.nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x):
+        y = self.norm1(x)
+        q, k, v = (one(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class MyGpt(torch.nn.Module):
+    def __init__(self, vocabulary, hidden, heads, ffn, layers, length):
+        super().__init__()
+        self.embedding, self.positions = torch.nn.Embedding(vocabulary, hidden), torch.nn.Embedding(length, hidden)
+        self.layers = torch.nn.ModuleList(Layer(hidden, heads, ffn) for _ in range(layers))
+        self.norm, self.output = torch.nn.LayerNorm(hidden), torch.nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions.weight
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+class MyTrainer:
+    def __init__(self, model, optimizer, scaler, sizes, limit, data):
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.sizes, self.limit, self.data = list(sizes), limit, data
+        self.hooks, self.skipped, self.norm = [], False, 0.0
+
+    def summed(self, tensor):
+        if self.data is not None:
+            dist.all_reduce(tensor, group=self.data)
+        return tensor
+
+    def step(self, ids, targets, valid):
+        self.optimizer.zero_grad(set_to_none=False)
+        count = self.summed(valid.sum()).clamp(min=1)
+        total = torch.zeros(())
+        for own, wanted, counted in zip(*(x.split(self.sizes) for x in (ids, targets, valid))):
+            losses = F.cross_entropy(self.model(own).flatten(0, 1), wanted.flatten(), reduction="none")
+            loss = (losses * counted.flatten()).sum() / count
+            (loss * self.scaler.scale).backward()
+            total += loss.detach()
+        for hook in self.hooks:
+            hook()
+        gradients = [p.grad for p in self.model.parameters()]
+        for gradient in gradients:
+            self.summed(gradient).div_(self.scaler.scale)
+        found = not all(gradient.isfinite().all() for gradient in gradients)
+        if self.limit and not found:
+            self.norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.limit))
+        self.skipped = bool(self.scaler.update(found))
+        if not self.skipped:
+            self.optimizer.step()
+        return self.summed(total)
+
+    def momentum_of(self, parameter):
+        kept = self.optimizer.state[parameter].get("momentum_buffer")
+        return (torch.zeros_like(parameter) if kept is None else kept).flatten()
+
+    def state_dict(self):
+        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")}
+
+    def load_state_dict(self, state):
+        for name, one in state.items():
+            getattr(self, name).load_state_dict(one)
+
+
 """
 
 
@@ -112,7 +188,12 @@ def adapter_of(heading: str) -> str:
 
 @pytest.mark.parametrize(
     ("heading", "subject"),
-    [("LossScaler", "loss_scale"), ("Clipper", "clip"), ("MixedPrecision", "mixed_precision")],
+    [
+        ("LossScaler", "loss_scale"),
+        ("Clipper", "clip"),
+        ("MixedPrecision", "mixed_precision"),
+        ("Trainer", "train_step"),
+    ],
 )
 def test_the_adapter_of_the_documentation_holds(heading: str, subject: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CODE + adapter_of(heading))
