@@ -22,7 +22,9 @@ EXIT_CODES = (
 )
 
 
-class _Command(click.Command):
+class Command(click.Command):
+    """A command whose help may fail to be printed, too."""
+
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         with printing():  # of --help
             return super().make_context(*arguments, **options)
@@ -31,7 +33,7 @@ class _Command(click.Command):
 class Group(click.Group):
     """A command whose every end has its exit code, whatever becomes of its output."""
 
-    command_class = _Command
+    command_class = Command
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         prepare_streams()
