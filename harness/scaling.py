@@ -14,7 +14,7 @@ from harness.local import Purity, WrongAdapter, WrongResult
 from harness.loss_scale import LossScaler
 from harness.mixed_precision_reading import counted, number
 from harness.observation import CHANGED, REFUSED, Observation, Sent
-from harness.saved import alike, cut_short, read, written
+from harness.saved import STATE, alike, cut_short, read, together, written
 from harness.session import CandidateRaised, phase
 from harness.world.traffic import Recorder
 from reference.dtypes import format_of
@@ -22,20 +22,34 @@ from reference.loss_scale import OF_STATE, Event, LossScaleCase
 
 #: The fact of an observation: after each event what was seen, by name.
 SEEN = "seen"
+#: Events that load a state.
+_LOADS = ("load", "fresh", "relaunch")
 
 Build = Callable[[LossScaleCase], object]
 Seen = dict[str, Any]
 
 
-def run(case: LossScaleCase, rank: int, build: Build, traffic: Recorder | None = None) -> Observation:
+def run(
+    case: LossScaleCase,
+    rank: int,
+    build: Build,
+    traffic: Recorder | None = None,
+    before: Observation | None = None,
+) -> Observation:
     """Builds the scaler, has it go through all events, and reads scale, counters and decisions after each.
 
+    before: what this rank's process before this one has returned, which this one carries on; where one is to, without
+    it, only the events until then are gone through, and the state that was saved last is the fact ``state``.
     Raises WrongAdapter, WrongResult and CandidateRaised as `harness.drive.drive` does.
     """
     purity, one = Purity(), _Run(case, rank, build, traffic)
-    one.all()
+    if before is None:
+        one.begin()
+        one.go(0, case.relaunched)
+    else:
+        one.carry_on(before)
     sent = None if traffic is None else tuple(one.sent)
-    return Observation(side_effects=tuple(purity.report()), sent=sent, facts={SEEN: one.seen})
+    return Observation(side_effects=together(before, purity), sent=sent, facts={SEEN: one.seen, STATE: one.saved})
 
 
 def attempt(case: LossScaleCase, rank: int, build: Build) -> Observation:
@@ -43,11 +57,13 @@ def attempt(case: LossScaleCase, rank: int, build: Build) -> Observation:
     one = _Run(case, rank, build)
     if case.invalid not in OF_STATE:
         try:
-            one.all()
+            one.begin()
+            one.go()
         except CandidateRaised as error:
             return Observation(facts={REFUSED: str(error).partition("\n")[0]})
         return Observation(facts={REFUSED: None})
-    one.all()
+    one.begin()
+    one.go()
     state, before = one.foreign_state(), one.all_that_it_keeps()
     try:
         with phase("load"):
@@ -69,11 +85,19 @@ class _Run:
     seen: list[Seen] = field(default_factory=list)
     saved: bytes = b""
 
-    def all(self) -> None:
+    def begin(self) -> None:
         self.scaler = self.built(self.case)
-        if any(event.what in ("load", "fresh") for event in self.case.events):
+        if any(event.what in _LOADS for event in self.case.events):
             self.saved = self.state_of(self.scaler)  # what is loaded before anything is saved
-        for at, event in enumerate(self.case.events):
+
+    def carry_on(self, before: Observation) -> None:
+        """From the event on with which another process goes on."""
+        self.seen, self.sent, self.saved = list(before.facts[SEEN]), list(before.sent or ()), before.facts[STATE]
+        self.go(len(self.seen))
+
+    def go(self, start: int = 0, stop: int | None = None) -> None:
+        """Through these events."""
+        for at, event in list(enumerate(self.case.events))[start:stop]:
             before = len(self.traffic.records()) if self.traffic is not None else 0
             step = self.step(event, at) if event.is_step else self.change(event)
             if self.traffic is not None:
@@ -119,7 +143,7 @@ class _Run:
             with phase("set_interval"):
                 self.scaler.set_interval(event.interval)
         else:
-            if event.what == "fresh":
+            if event.what != "load":
                 self.scaler = self.built(self.case)
             saved = read(self.saved)
             with phase("load"):

@@ -20,7 +20,7 @@ from reference.traffic import Transfer, worth_sending
 
 Kind = Literal["dynamic", "constant"]
 Replenish = Literal["growth", "good"]
-What = Literal["good", "overflow", "save", "load", "fresh", "interval"]
+What = Literal["good", "overflow", "save", "load", "fresh", "relaunch", "interval"]
 Value = Literal["inf", "-inf", "nan"]
 
 #: The largest scale: that of fp32, in which libraries keep it.
@@ -147,9 +147,10 @@ def after(scaling: Scaling, state: ScalerState, overflow: bool) -> ScalerState:
 class Event:
     """One thing that happens.
 
-    what: a ``good`` step or one with an ``overflow``; the state is ``save``d, ``load``ed into the same scaler, or into
-    a ``fresh`` one; the growth ``interval`` changes. value: what overflow leaves, at the ranks whose coordinate along
-    ``axes`` is ``at``, modulo their number: on all of them without axes. interval: the new one.
+    what: a ``good`` step or one with an ``overflow``; the state is ``save``d, ``load``ed into the same scaler, into a
+    ``fresh`` one, or into that of new processes, which go on (``relaunch``); the growth ``interval`` changes. value:
+    what overflow leaves, at the ranks whose coordinate along ``axes`` is ``at``, modulo their number: on all of them
+    without axes. interval: the new one.
     """
 
     what: What = "good"
@@ -194,6 +195,8 @@ class LossScaleCase:
             raise ValueError(f"invalid is {self.invalid!r}: expected one of {', '.join(get_args(Invalid))}")
         if self.gradients not in GRADIENTS:
             raise ValueError(f"gradients is {self.gradients!r}: expected one of {', '.join(GRADIENTS)}")
+        if [event.what for event in self.events].count("relaunch") > 1:
+            raise ValueError("several events relaunch: expected one, after which new processes go on to the end")
         if not self.has(self.invalid):
             raise ValueError(f"invalid is {self.invalid!r}: a {self.scaling.kind} scale has no such thing")
         for event in self.events:
@@ -214,6 +217,12 @@ class LossScaleCase:
         if self.scaling.kind == "constant":
             return invalid.startswith(("initial", "state_initial"))
         return invalid != "state_initial"
+
+    @property
+    def relaunched(self) -> int | None:
+        """The number of the event with which new processes go on; None where none do. What is refused is no run."""
+        found = [number for number, event in enumerate(self.events) if event.what == "relaunch"]
+        return found[0] if found and self.invalid is None else None
 
     @property
     def asked(self) -> Scaling:

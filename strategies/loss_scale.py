@@ -65,7 +65,16 @@ def cases(draw: st.DrawFn, scope: Scope) -> LossScaleCase:
     if invalid and one_in(draw, 3):
         wrong: Any = draw(st.sampled_from(invalid))
         return replace(case, invalid=wrong)
-    return case
+    return _relaunched(case) if one_in(draw, 3) else case
+
+
+def _relaunched(case: LossScaleCase) -> LossScaleCase:
+    """With new processes in the place of the first fresh scaler, if there is one."""
+    kinds = [event.what for event in case.events]
+    if "fresh" not in kinds:
+        return case
+    at = kinds.index("fresh")
+    return replace(case, events=(*case.events[:at], Event("relaunch"), *case.events[at + 1 :]))
 
 
 def _may_be(invalid: str, case: LossScaleCase, scope: Scope) -> bool:
@@ -169,7 +178,9 @@ def _plainer(event: Event) -> Iterator[Event]:
         yield replace(event, at=0)
         if len(event.axes) > 1:
             yield from (replace(event, axes=(axis,)) for axis in event.axes)
-    if event.what == "fresh":
+    if event.what == "relaunch":
+        yield Event("fresh")
+    if event.what in ("fresh", "relaunch"):
         yield Event("load")
 
 
@@ -210,7 +221,7 @@ def within(case: LossScaleCase, scope: Scope) -> bool:
         "loss_scale_minimum": scaling.minimum > 0,
         "loss_scale_ceiling": scaling.initial > 2.0**100,
         "loss_scale_agrees": case.agree,
-        "loss_scale_load": bool(kinds & {"save", "load", "fresh"}),
+        "loss_scale_load": bool(kinds & {"save", "load", "fresh", "relaunch"}),
         "loss_scale_interval": "interval" in kinds,
         "loss_scale_low_precision": case.gradients != "fp32",
         "loss_scale_refuses": case.invalid in OF_CONFIGURATION,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from harness.candidates.builtin import Builtin
+from harness.loss_scale import LossScaler
 from harness.mixed_precision import MixedPrecision
 from harness.sharded_optimizer import ShardedOptimizer
+from reference.loss_scale import LossScaleCase
 from reference.mixed_precision import MixedPrecisionCase
 from reference.sharded_optimizer import ShardedOptimizerCase
 
@@ -32,6 +34,21 @@ class CountsInTheModule(Builtin):
 
         made.save = without
         made.load = lambda state: load({**state, "steps": STEPS["so far"]})
+        return made
+
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        made = super().loss_scaler(case)
+        save, load = made.state, made.load
+        assert save is not None
+        assert load is not None
+
+        def without() -> dict[str, Any]:
+            saved = save()
+            STEPS["so far"] = saved["state"]["good"]
+            return {**saved, "state": {**saved["state"], "good": 0}}
+
+        made.state = without
+        made.load = lambda saved: load({**saved, "state": {**saved["state"], "good": STEPS["so far"]}})
         return made
 
 

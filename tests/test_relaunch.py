@@ -11,10 +11,12 @@ from module_state import CountsInTheModule, SavingCounts
 from harness import check
 from harness.bench import Bench
 from harness.properties.base import Property
+from harness.properties.loss_scale import LOSS_SCALE
 from harness.properties.mixed_precision import MIXED_PRECISION
 from harness.properties.sharded_optimizer import SHARDED_OPTIMIZER
 from harness.properties.train_step import TRAIN_STEP
 from reference.gpt import GptCase
+from reference.loss_scale import Event, LossScaleCase, Scaling
 from reference.mesh import Mesh
 from reference.mixed_precision import MixedPrecisionCase
 from reference.mixed_precision_parts import MixedParameter, Overflow
@@ -30,6 +32,13 @@ OPTIMIZER = MixedPrecisionCase(
     relaunch=True,
 )  # fmt: skip
 SHARDED = ShardedOptimizerCase(Mesh.of(dp=2), (Parameter((3,)),), steps=2, optimizer="adamw", load=1, relaunch=True)
+
+
+#: The state is loaded once more by those who go on.
+SCALER = LossScaleCase(
+    Mesh.of(dp=2), (Event(), Event("save"), Event("relaunch"), Event(), Event("overflow"), Event("load"), Event()),
+    agree=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +80,21 @@ def test_new_sharded_optimizers_go_on(shipped: Bench, case: ShardedOptimizerCase
     _holds(shipped, SHARDED_OPTIMIZER, case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        SCALER,
+        replace(SCALER, scaling=Scaling("constant", 8.0), events=(Event("relaunch"), Event("overflow"))),
+        replace(SCALER, scaling=Scaling(hysteresis=2), events=(Event("overflow"), Event("relaunch"))),
+    ],
+    ids=["after steps", "a constant scale", "at the end"],
+)
+def test_new_scalers_go_on(shipped: Bench, case: LossScaleCase) -> None:
+    trial = shipped.once(LOSS_SCALE, case)
+    assert not trial.verdict.findings, trial.verdict.findings[0]
+    assert trial.verdict.rejected is None
+
+
 def _holds(bench: Bench, subject: Property, case: object) -> None:
     trial = bench.once(subject, case)
     assert not trial.verdict.findings, trial.verdict.findings[0]
@@ -87,6 +111,11 @@ def test_what_the_process_has_kept_for_itself_is_missed() -> None:
     check("sharded_optimizer", CountsInTheModule, replace(SHARDED, relaunch=False))
     with pytest.raises(AssertionError, match="has other bits"):
         check("sharded_optimizer", CountsInTheModule, SHARDED)
+    fresh = replace(SCALER, events=(*SCALER.events[:2], Event("fresh"), *SCALER.events[3:]))
+    check("loss_scale", CountsInTheModule, fresh)
+    said = r"good steps in a row is 0 on every rank after event 2 \(load in new processes\); expected 1"
+    with pytest.raises(AssertionError, match=said):
+        check("loss_scale", CountsInTheModule, SCALER)
 
 
 @pytest.mark.parametrize("relaunch", [False, True])
@@ -117,3 +146,8 @@ def test_there_is_nothing_to_load_without_a_load() -> None:
     for case in (OPTIMIZER, SHARDED):
         with pytest.raises(ValueError, match="relaunch without a load"):
             replace(case, load=0)  # type: ignore[type-var]
+
+
+def test_processes_are_replaced_once() -> None:
+    with pytest.raises(ValueError, match="several events relaunch: expected one"):
+        replace(SCALER, events=(Event("relaunch"),) * 2)

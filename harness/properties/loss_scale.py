@@ -20,8 +20,9 @@ from harness.world import RankContext
 from reference.loss_scale import OF_CONFIGURATION, OF_STATE, Event, LossScaleCase, Step, expected, needed
 
 
-def on_rank(context: RankContext, spec: Spec, case: LossScaleCase) -> Observation:
-    """Goes through the events on this rank, or sees whether what is wrong is refused."""
+def on_rank(context: RankContext, spec: Spec, case: LossScaleCase, before: World | None = None) -> Observation:
+    """Goes through the events on this rank, or sees whether what is wrong is refused. before: what the processes saw
+    that it takes over from."""
     candidate = Session.of(context, spec).on(case.mesh)
     if not candidate.offers("loss_scaler"):
         raise NotOffered(f"{spec.text} has no loss_scaler")
@@ -29,7 +30,8 @@ def on_rank(context: RankContext, spec: Spec, case: LossScaleCase) -> Observatio
         return attempt(case, context.rank, candidate.loss_scaler)
     with phase("its declarations"):
         due = tuple(candidate.traffic(case, needed(case)))
-    return replace(run(case, context.rank, candidate.loss_scaler, context.traffic), due=due)
+    earlier = None if before is None else before[context.rank]
+    return replace(run(case, context.rank, candidate.loss_scaler, context.traffic, earlier), due=due)
 
 
 def judge(case: LossScaleCase, description: Description, want: tuple[Step, ...], worlds: Sequence[World]) -> Verdict:
@@ -97,7 +99,8 @@ def _text(event: Event) -> str:
     if event.what == "overflow":
         where = f" at {event.at} along {'-'.join(event.axes)}" if event.axes else " on all ranks"
         return f"{event.value}{where}"
-    return f"interval {event.interval}" if event.what == "interval" else event.what
+    texts = {"interval": f"interval {event.interval}", "relaunch": "load in new processes"}
+    return texts.get(event.what, event.what)
 
 
 LOSS_SCALE = Property(
@@ -111,5 +114,6 @@ LOSS_SCALE = Property(
     on_rank="harness.properties.loss_scale:on_rank",
     expected=expected,
     judge=judge,
+    carried_on=lambda case, world: world if case.relaunched is not None else None,
     uses_dtype=False,
 )

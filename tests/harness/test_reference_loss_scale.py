@@ -140,6 +140,7 @@ def test_what_is_drawn_is_within_its_scope_and_survives_its_json() -> None:
         lambda c: c.scaling.hysteresis == 3 and c.scaling.replenish == "good" and c.mesh.size > 2,
         lambda c: any(len(e.axes) > 1 for e in c.events) and c.mesh.size == 8,
         lambda c: [e.what for e in c.events].count("fresh") > 1,
+        lambda c: c.relaunched is not None and c.agree and any(e.is_step for e in c.events[c.relaunched :]),
         lambda c: any(e.value == "nan" for e in c.events) and c.scaling.minimum,
         lambda c: c.scaling.growth_factor == 1.5 and len(c.events) > 3,
         lambda c: c.scaling.kind == "constant" and any(e.what == "load" for e in c.events),
