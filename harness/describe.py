@@ -58,8 +58,9 @@ def _describe(candidate: Candidate, spec: Spec) -> Description:
         raise WrongDeclaration(f"axes is {axes}; expected some of {', '.join(AXES)}")
     for p in PROPERTIES.values():
         offered = [method for method in p.methods if candidate.offers(method)]
-        if offered and p.axis is not None and p.axis not in axes:
-            raise WrongDeclaration(f"axes is {axes}; expected {p.axis!r} too, over which {offered[0]} is cut")
+        if offered and p.axes and not set(p.axes) & set(axes):
+            one = " or ".join(map(repr, p.axes))
+            raise WrongDeclaration(f"axes is {axes}; expected {one} too, over which the cases of {offered[0]} lie")
     if candidate.uneven not in ("balanced", "chunk"):
         raise WrongDeclaration(f"uneven is {candidate.uneven!r}; expected 'balanced' or 'chunk'")
     if candidate.initialization not in ("full", "per_rank", None):

@@ -95,13 +95,15 @@ class Running:
     def held(self) -> dict[str, Held]:
         """Every parameter of this rank's stages, and no other."""
         due = [name for name in self.shapes if owner_of(self.case, name) == self.stage]
+        said = f"{type(self.gpt).__name__}(..., parameters=...)"
         for name in due:
             if name not in self.gpt.parameters:
-                raise WrongAdapter(f"Gpt(..., parameters=...) lacks {name}, which pp={self.stage} holds: name it")
+                has = reprlib.repr(sorted(set(self.gpt.parameters) - set(due)) or sorted(self.gpt.parameters))
+                raise WrongAdapter(f"{said} lacks {name}, which pp={self.stage} holds: name it (it has: {has})")
         for name in self.gpt.parameters:
             if name not in due:
                 where = f"pp={owner_of(self.case, name)}" if name in self.shapes else "no rank of the case"
-                raise WrongAdapter(f"Gpt(..., parameters=...) names {name} on pp={self.stage}: {where} holds it")
+                raise WrongAdapter(f"{said} names {name} on pp={self.stage}: {where} holds it")
         known = {*self.shapes, *map(base_name, self.shapes)}
         for name in self.gpt.layouts:
             if name not in known and not self._optional(name):

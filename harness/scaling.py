@@ -99,13 +99,13 @@ class _Run:
         """Through these events."""
         for at, event in list(enumerate(self.case.events))[start:stop]:
             before = len(self.traffic.records()) if self.traffic is not None else 0
-            step = self.step(event, at) if event.is_step else self.change(event)
+            step = self.step(event, at) if event.is_step else self.change(event, at)
             if self.traffic is not None:
                 self.sent += [Sent("finish", at, one) for one in self.traffic.records()[before:]]
             self.seen.append({**step, **self.reading()})
 
-    def built(self, case: LossScaleCase) -> LossScaler:
-        with phase("build"):
+    def built(self, case: LossScaleCase, where: str = "") -> LossScaler:
+        with phase(f"build{where}"):
             made = self.build(case)
         if not isinstance(made, LossScaler):
             raise WrongAdapter(f"loss_scaler returned {reprlib.repr(made)}; expected LossScaler(scale, update)")
@@ -134,19 +134,20 @@ class _Run:
             made[at % 2][at % 2] = float(event.value)
         return [*made, torch.empty(0, dtype=dtype)]
 
-    def change(self, event: Event) -> Seen:
+    def change(self, event: Event, at: int) -> Seen:
+        where = f" of event {at}" + (", in new processes" if at == self.case.relaunched else "")
         if event.what == "save":
             self.saved = self.state_of(self.scaler)
         elif event.what == "interval":
             if self.scaler.set_interval is None:
                 raise NotOffered("the loss scaler has no set_interval")
-            with phase("set_interval"):
+            with phase(f"set_interval{where}"):
                 self.scaler.set_interval(event.interval)
         else:
             if event.what != "load":
-                self.scaler = self.built(self.case)
+                self.scaler = self.built(self.case, where)
             saved = read(self.saved)
-            with phase("load"):
+            with phase(f"load{where}"):
                 self.loader()(saved)
         return {}
 

@@ -9,7 +9,18 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from reference.loss_scale import GRADIENTS, OF_CONFIGURATION, OF_STATE, Event, LossScaleCase, Scaling, Value, What
+from reference.loss_scale import (
+    GRADIENTS,
+    OF_CONFIGURATION,
+    OF_STATE,
+    Event,
+    LossScaleCase,
+    Scaling,
+    Value,
+    What,
+    begin,
+    expected,
+)
 from reference.mesh import Mesh
 from strategies.layers import one_in
 from strategies.mesh import meshes, smaller_meshes
@@ -65,16 +76,34 @@ def cases(draw: st.DrawFn, scope: Scope) -> LossScaleCase:
     if invalid and one_in(draw, 3):
         wrong: Any = draw(st.sampled_from(invalid))
         return replace(case, invalid=wrong)
-    return _relaunched(case) if one_in(draw, 3) else case
+    return draw(_relaunched(case)) if scope.has("loss_scale_load") and one_in(draw, 4) else case
 
 
-def _relaunched(case: LossScaleCase) -> LossScaleCase:
-    """With new processes in the place of the first fresh scaler, if there is one."""
-    kinds = [event.what for event in case.events]
-    if "fresh" not in kinds:
+@st.composite
+def _relaunched(draw: st.DrawFn, case: LossScaleCase) -> LossScaleCase:
+    """The state is saved where it is not that of the beginning, and new processes go on with it, until what is lost of
+    it shows."""
+    events, start = case.events, begin(case.scaling)
+    if all(step.state.good == start.good for step in expected(case)):
+        events = (Event(), *events)
+    try:
+        steps = expected(replace(case, events=events))
+        moved = {
+            name: [at for at, step in enumerate(steps) if getattr(step.state, name) != getattr(start, name)]
+            for name in ("good", "left", "scale")
+        }
+        name = draw(st.sampled_from([name for name, found in moved.items() if found] or ["scale"]))
+        at = draw(st.sampled_from(moved[name] or [0]))
+        later = draw(st.integers(at + 1, len(events)))
+        between = tuple(event for event in events[at + 1 : later] if event.is_step)
+        saved, intervals = steps[at].state, [event.interval for event in events[: at + 1] if event.what == "interval"]
+        interval = intervals[-1] if intervals else case.scaling.growth_interval
+        # A candidate may not tell its counters: what they are shows in the scale, in time.
+        until = {"good": (Event(),) * max(1, interval - saved.good), "left": (Event("overflow"),) * max(1, saved.left)}
+        events = (*events[: at + 1], Event("save"), *between, Event("relaunch"), *until.get(name, ()), *events[later:])
+        return replace(case, events=events if events[-1].is_step else (*events, Event()))
+    except ValueError:  # a step more may make a scale that rounds
         return case
-    at = kinds.index("fresh")
-    return replace(case, events=(*case.events[:at], Event("relaunch"), *case.events[at + 1 :]))
 
 
 def _may_be(invalid: str, case: LossScaleCase, scope: Scope) -> bool:

@@ -52,6 +52,13 @@ class CountsInTheModule(Builtin):
         return made
 
 
+class CountsUntold(CountsInTheModule):
+    def loss_scaler(self, case: LossScaleCase) -> LossScaler:
+        made = super().loss_scaler(case)
+        made.counters = None
+        return made
+
+
 class SavingCounts(Builtin):
     def sharded_optimizer(
         self, case: ShardedOptimizerCase, parameters: Mapping[str, torch.nn.Parameter]

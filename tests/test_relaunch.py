@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from module_state import CountsInTheModule, SavingCounts
+from module_state import CountsInTheModule, CountsUntold, SavingCounts
 
-from harness import check
+from harness import check, verify
 from harness.bench import Bench
+from harness.candidates.builtin import Builtin
 from harness.properties.base import Property
 from harness.properties.loss_scale import LOSS_SCALE
 from harness.properties.mixed_precision import MIXED_PRECISION
@@ -116,6 +118,17 @@ def test_what_the_process_has_kept_for_itself_is_missed() -> None:
     said = r"good steps in a row is 0 on every rank after event 2 \(load in new processes\); expected 1"
     with pytest.raises(AssertionError, match=said):
         check("loss_scale", CountsInTheModule, SCALER)
+
+
+@pytest.mark.parametrize("candidate", [CountsInTheModule, CountsUntold])
+def test_cases_are_drawn_that_miss_a_scaler_s_count(candidate: type[Builtin]) -> None:
+    """Also where the candidate does not tell the count, so that it shows in the scale alone."""
+    spec = f"{Path(__file__).parent / 'module_state.py'}:{candidate.__name__}"
+    done = verify(spec, subjects=["loss_scale"], examples=100, seed=1, max_world=2, save=None)
+    (row,) = done.rows
+    assert row.result == "fault", (row.examples, row.stopped)
+    (case,) = {failure.reproducer.case for failure in row.failures if failure.verdict.kind == "mismatch"}
+    assert "relaunch" in [event.what for event in case.events]
 
 
 @pytest.mark.parametrize("relaunch", [False, True])

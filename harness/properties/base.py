@@ -69,7 +69,7 @@ class Property:
     the run is done.
     stuck: ``stuck(case, told)`` says, of a run that ended as a hang, a crash or an exception, how far the ranks were,
     from what each told last (`RankContext.tell`); None where that says nothing.
-    axis: the axis that every case has, so that a candidate must be able to deal with it; None where any will do.
+    axes: over which cases lie, so that a candidate must be able to deal with one of them; () where any will do.
     uses_dtype: whether ``--dtype`` restricts it. preload: modules that ranks may import on their way, and each anew
     where they are not there when it starts.
     """
@@ -88,7 +88,7 @@ class Property:
     runs: Callable[[Any, Description], Sequence[Any]] = lambda case, description: (case,)
     carried_on: Callable[[Any, World], Any] = lambda case, world: None
     stuck: Callable[[Any, Sequence[str | None]], str | None] = lambda case, told: None
-    axis: str | None = None
+    axes: tuple[str, ...] = ()
     uses_dtype: bool = True
     preload: tuple[str, ...] = ()
 

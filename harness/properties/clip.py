@@ -20,7 +20,7 @@ from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.clip import ClipCase, measured, names, tensors
+from reference.clip import AXES, ClipCase, measured, names, tensors
 from reference.clip_expected import expected
 from reference.layout import Whole
 
@@ -118,6 +118,7 @@ CLIP = Property(
     cases=strategies.clip.cases,
     simpler=strategies.clip.simpler,
     world=lambda case: case.mesh.size,
+    axes=AXES,
     on_rank="harness.properties.clip:on_rank",
     expected=lambda case: {} if _is_refused(case) else _expected(case),
     careful=_careful,

@@ -110,7 +110,7 @@ CROSS_ENTROPY = Property(
     cases=strategies.cross_entropy.cases,
     simpler=strategies.cross_entropy.simpler,
     world=lambda case: case.mesh.size,
-    axis="tp",
+    axes=("tp",),
     on_rank="harness.properties.cross_entropy:on_rank",
     expected=_expected,
     careful=lambda case: _expected(case, careful=True),

@@ -155,7 +155,7 @@ EMBEDDING = Property(
     cases=strategies.embedding.cases,
     simpler=strategies.embedding.simpler,
     world=lambda case: case.mesh.size,
-    axis="tp",
+    axes=("tp",),
     on_rank="harness.properties.embedding:on_rank",
     expected=_expected,
     careful=lambda case: None if case.exact else _expected(case, careful=True),

@@ -19,7 +19,7 @@ from harness.properties.tensors import Form, Want, judge_tensors
 from harness.session import Session
 from harness.verdict import Finding, Verdict
 from harness.world import RankContext
-from reference.gpt import GptCase
+from reference.gpt import MODEL_AXES, GptCase
 from reference.gpt_dropout import Masks
 from reference.gpt_parameters import EMBEDDING, OUTPUT, shapes, tensors
 from reference.gpt_step import expected
@@ -116,6 +116,7 @@ GPT = Property(
     cases=strategies.gpt.cases,
     simpler=strategies.gpt.simpler,
     world=lambda case: case.mesh.size,
+    axes=MODEL_AXES,
     on_rank="harness.properties.gpt:on_rank",
     expected=_expected,
     careful=lambda case: None if case.dropout else _expected(case, careful=True),

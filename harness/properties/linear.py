@@ -154,7 +154,7 @@ LINEAR = Property(
     cases=strategies.linear.cases,
     simpler=strategies.linear.simpler,
     world=lambda run: run.mesh.size,
-    axis="tp",
+    axes=("tp",),
     on_rank="harness.properties.linear:on_rank",
     expected=_expected,
     careful=lambda case: None if case.exact else _expected(case, careful=True),

@@ -24,7 +24,7 @@ from harness.session import Session
 from harness.verdict import Verdict
 from harness.world import RankContext
 from reference.layout import Whole
-from reference.mixed_precision import MixedPrecisionCase
+from reference.mixed_precision import AXES, MixedPrecisionCase
 from reference.mixed_precision_steps import expected, names, plan, tensors
 
 
@@ -125,6 +125,7 @@ MIXED_PRECISION = Property(
     cases=strategies.mixed_precision.cases,
     simpler=strategies.mixed_precision_simpler.simpler,
     world=lambda case: case.mesh.size,
+    axes=AXES,
     on_rank="harness.properties.mixed_precision:on_rank",
     expected=lambda case: {} if case.invalid else _expected(case),
     careful=lambda case: None if case.invalid or case.exact else _expected(case, careful=True),

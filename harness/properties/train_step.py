@@ -22,6 +22,7 @@ from harness.properties.train_step_suspects import suspects
 from harness.train_step_run import builder, run
 from harness.verdict import Verdict
 from harness.world import RankContext
+from reference.gpt import MODEL_AXES
 from reference.gpt_dropout import Masks
 from reference.gpt_parameters import tensors
 from reference.layout import Whole
@@ -105,6 +106,7 @@ TRAIN_STEP = Property(
     cases=strategies.train_step.cases,
     simpler=strategies.train_step_simpler.simpler,
     world=lambda case: case.mesh.size,
+    axes=MODEL_AXES,
     on_rank="harness.properties.train_step:on_rank",
     expected=_expected,
     careful=lambda case: None if case.model.dropout else _expected(case, careful=True),

@@ -147,7 +147,7 @@ TRANSFORMER = Property(
     cases=strategies.transformer.cases,
     simpler=strategies.transformer.simpler,
     world=lambda case: case.mesh.size,
-    axis="tp",
+    axes=("tp",),
     on_rank="harness.properties.transformer:on_rank",
     expected=_expected,
     careful=lambda case: None if case.dropout else _expected(case, careful=True),

@@ -19,6 +19,7 @@ from reference.loss_scale import (
     Invalid,
     LossScaleCase,
     Scaling,
+    begin,
     expected,
     needed,
 )
@@ -150,6 +151,16 @@ def test_what_is_drawn_is_within_its_scope_and_survives_its_json() -> None:
 )
 def test_it_is_drawn(wanted: Any) -> None:
     assert any(map(wanted, sample(DRAWN, 500)))
+
+
+def test_new_processes_load_what_is_not_the_beginning() -> None:
+    """Otherwise what the state lacks does not show."""
+    relaunched = [case for case in sample(DRAWN, 500) if case.relaunched is not None]
+    assert len(relaunched) > 20
+    for name in ("good", "left", "scale"):
+        loaded = [(getattr(expected(case)[case.relaunched or 0].state, name), case) for case in relaunched]
+        shown = [case for value, case in loaded if value != getattr(begin(case.scaling), name)]
+        assert len(shown) > 1, name
 
 
 def test_the_plainest_case_is_a_good_step_on_one_rank() -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from harness.candidates.builtin import Builtin
 
 CUT_OVER_TP = ("column_linear", "row_linear", "embedding", "cross_entropy", "transformer_layer")
+OF_A_MODEL = ("clip_gradients", "mixed_precision", "gpt", "train_step")
 
 
-class _Other(Builtin):
+class AlongDp(Builtin):
+    axes = ("dp",)
+
     def offers(self, method: str) -> bool:
         return method not in CUT_OVER_TP and super().offers(method)
 
 
-class AlongDp(_Other):
-    axes = ("dp",)
-
-
-class AlongPp(_Other):
+class AlongPp(AlongDp):
     axes = ("pp",)
 
 
-class AlongCp(_Other):
+class AlongCp(AlongDp):
     axes = ("cp",)
+
+    def offers(self, method: str) -> bool:
+        return method not in OF_A_MODEL and super().offers(method)
